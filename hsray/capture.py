@@ -1,0 +1,374 @@
+"""What runs inside SGLang's scheduler process: each captured layer's rows, copied to their place in shared memory.
+
+The state that enters block ``b`` is read by a pre-hook on that block (``b = N``: on the final norm), whatever the
+model's class: SGLang's own auxiliary capture numbers layers differently from model to model, drops the last block's
+output, and for some models forgets the residual. ``"final"`` is what the logits processor is given. A request says
+in its id where its rows go (`Ticket`), so a row can only ever land in its own prompt's place.
+
+Invariants: a hook never raises, since SGLang answers that by killing the actor with no word: it writes the error on
+the `ControlPage`, which the engine raises. A prompt's row count appears in the ledger only after all of its layers
+have been copied.
+
+Shapes: B tokens of a batch, S tokens of a shard, D hidden size.
+"""
+
+import functools
+import inspect
+import json
+import mmap
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hsray.layers import Layer, boundary
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturePlan:
+    """What the scheduler process is told at its start."""
+
+    layers: tuple[Layer, ...]
+    """In depth order: the order of the blocks in a shard's memory."""
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    buffer_paths: tuple[str, ...]
+    """Shared-memory files, one for each shard in flight."""
+    control_path: str
+    cpu_threads: int | None
+    """PyTorch threads where there is no GPU; None leaves them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """Where one request's rows go. It travels as the request's id."""
+
+    sequence: int
+    """Counts an engine's requests from 1."""
+    buffer: int
+    shard_tokens: int
+    row: int
+    num_tokens: int
+
+    def rid(self) -> str:
+        """The request id: ``hsray:SEQUENCE:BUFFER:SHARD_TOKENS:ROW:NUM_TOKENS``."""
+        return f"hsray:{self.sequence}:{self.buffer}:{self.shard_tokens}:{self.row}:{self.num_tokens}"
+
+    @classmethod
+    def parse(cls, rid: str) -> "Ticket | None":
+        """The ticket in a request id; None for a request that is not ours, such as a health check."""
+        if not rid.startswith("hsray:"):
+            return None
+        sequence, buffer, shard_tokens, row, num_tokens = map(int, rid.split(":")[1:])
+        return cls(sequence=sequence, buffer=buffer, shard_tokens=shard_tokens, row=row, num_tokens=num_tokens)
+
+
+class ControlPage:
+    """A page of shared memory by which the scheduler process tells the engine what it did.
+
+    Layout, little-endian: two texts (a description, an error), each an int64 byte count and then UTF-8, at 0 and at
+    ``TEXT_BYTES``; then the ledger, ``LEDGER_SLOTS`` pairs of int64 (sequence, rows).
+    """
+
+    TEXT_BYTES = 1 << 16
+    LEDGER_SLOTS = 4096
+    NUM_BYTES = 2 * TEXT_BYTES + LEDGER_SLOTS * 16
+
+    def __init__(self, path: str):
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), self.NUM_BYTES)
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._ledger = self._bytes[2 * self.TEXT_BYTES :].view(np.int64).reshape(self.LEDGER_SLOTS, 2)
+
+    def describe(self, description: dict[str, Any]) -> None:
+        """Says what was found in the model; called once, after it has loaded."""
+        self._write_text(0, json.dumps(description))
+
+    @property
+    def description(self) -> dict[str, Any] | None:
+        """What `describe` was told, or None before."""
+        text = self._read_text(0)
+        return json.loads(text) if text else None
+
+    def report(self, error: str) -> None:
+        """Records an error; the first one stays, since what follows is mostly its consequence."""
+        if not self.error:
+            self._write_text(self.TEXT_BYTES, error)
+
+    @property
+    def error(self) -> str:
+        """The recorded error, or an empty text."""
+        return self._read_text(self.TEXT_BYTES)
+
+    def clear_error(self) -> None:
+        """Forgets the recorded error, once the engine has raised it."""
+        self._write_text(self.TEXT_BYTES, "")
+
+    def enter(self, sequence: int, num_rows: int) -> None:
+        """Records that `num_rows` rows of request `sequence` are complete in memory, in every layer."""
+        slot = self._ledger[sequence % self.LEDGER_SLOTS]
+        slot[1] = num_rows
+        slot[0] = sequence
+
+    def rows(self, sequence: int) -> int:
+        """The rows recorded for request `sequence`; 0 where there is no record."""
+        recorded, num_rows = self._ledger[sequence % self.LEDGER_SLOTS]
+        return int(num_rows) if recorded == sequence else 0
+
+    def _write_text(self, start: int, text: str) -> None:
+        data = text.encode()[: self.TEXT_BYTES - 8]
+        self._bytes[start + 8 : start + 8 + len(data)] = np.frombuffer(data, np.uint8)
+        self._bytes[start : start + 8].view(np.int64)[0] = len(data)
+
+    def _read_text(self, start: int) -> str:
+        num_bytes = int(self._bytes[start : start + 8].view(np.int64)[0])
+        return self._bytes[start + 8 : start + 8 + num_bytes].tobytes().decode(errors="replace")
+
+
+def run_scheduler(plan: CapturePlan, server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, *args: Any) -> None:
+    """Stands in for SGLang's `run_scheduler_process`: installs the capture, then calls it.
+
+    The argument order up to `tp_rank` is the same in every supported version. Under tensor parallelism every rank
+    holds the same full-width states where they are read; rank 0 alone copies them.
+    """
+    import torch
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    if plan.cpu_threads is not None:
+        torch.set_num_threads(plan.cpu_threads)
+    if tp_rank == 0:
+        install(SchedulerCapture(plan))
+    run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args)
+
+
+def install(capture: "SchedulerCapture") -> None:
+    """Puts the capture around SGLang's model runner and before its logits processor, for every model class."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    load_model, forward, logits = ModelRunner.load_model, ModelRunner.forward, LogitsProcessor.forward
+
+    @functools.wraps(load_model)
+    def load_model_then_attach(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load_model(self, *args, **kwargs)
+        if not getattr(self, "is_draft_worker", False):
+            capture.attach(self.model)
+        return result
+
+    @functools.wraps(forward)
+    def forward_captured(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        capture.begin(forward_batch)
+        try:
+            return forward(self, forward_batch, *args, **kwargs)
+        finally:
+            capture.end()
+
+    @functools.wraps(logits)
+    def logits_after_capture(self: Any, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        capture.take("final", lambda: hidden_states)
+        return logits(self, input_ids, hidden_states, *args, **kwargs)
+
+    ModelRunner.load_model = load_model_then_attach
+    ModelRunner.forward = forward_captured
+    LogitsProcessor.forward = logits_after_capture
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """One request's share of the running batch."""
+
+    ticket: Ticket
+    batch_row: int
+    num_rows: int
+    first_row: int
+    """Of the prompt: 0 unless its prefill is chunked."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Batch:
+    requests: list[_Request]
+    num_rows: int
+    taken: list[Layer] = field(default_factory=list)
+
+
+class SchedulerCapture:
+    """The capture's state in the scheduler process."""
+
+    def __init__(self, plan: CapturePlan):
+        self._plan = plan
+        self._control = ControlPage(plan.control_path)
+        self._memories: list[torch.Tensor] = []
+        self._batch: _Batch | None = None
+        self._rows_done: dict[int, int] = {}
+        self._on_gpu = False
+
+    def attach(self, model: "torch.nn.Module") -> None:
+        """Hooks the loaded model's blocks and maps the shared memory. Raises: nothing runs yet, so SGLang reports it."""
+        blocks, norm = find_decoder(model, self._plan.num_layers)
+        for layer in self._plan.layers:
+            block = boundary(layer, num_layers=self._plan.num_layers)
+            if block is not None:
+                module, read = (norm, norm_input) if block == len(blocks) else (blocks[block], block_input)
+                module.register_forward_pre_hook(self._pre_hook(layer, read), with_kwargs=True)
+        self._on_gpu = next(model.parameters()).is_cuda
+        self._memories = [map_memory(path, register=self._on_gpu) for path in self._plan.buffer_paths]
+        self._control.describe({"architecture": type(model).__name__, "num_layers": len(blocks)})
+
+    def _pre_hook(self, layer: Layer, read: "Callable[..., torch.Tensor]") -> Callable[..., None]:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.take(layer, lambda: read(module, args, kwargs))
+
+        return hook
+
+    def begin(self, forward_batch: Any) -> None:
+        """Notes whose rows the forward pass that now starts computes."""
+        try:
+            self._batch = self._read_batch(forward_batch)
+        except Exception:
+            self._fail("the batch could not be attributed")
+
+    def take(self, layer: Layer, state: "Callable[[], torch.Tensor]") -> None:
+        """Copies each request's rows of one layer to their final place; `state` gives [B, D]."""
+        if self._batch is None:
+            return
+        try:
+            self._copy(layer, state(), self._batch)
+            self._batch.taken.append(layer)
+        except Exception:
+            self._fail(f"layer {layer!r} could not be copied")
+
+    def end(self) -> None:
+        """Enters the finished rows in the ledger, once the copies are complete."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        try:
+            if sorted(map(str, batch.taken)) != sorted(map(str, self._plan.layers)):
+                raise RuntimeError(f"one pass gave layers {batch.taken}; {list(self._plan.layers)} were wanted, each once")
+            if self._on_gpu:
+                import torch
+
+                torch.cuda.current_stream().synchronize()
+            for request in batch.requests:
+                self._finish(request)
+        except Exception:
+            self._fail("the pass could not be completed")
+
+    def _read_batch(self, forward_batch: Any) -> _Batch | None:
+        tickets = [Ticket.parse(rid) for rid in (forward_batch.rids or [])]
+        if not any(tickets):
+            return None
+        if not all(tickets) or not forward_batch.forward_mode.is_extend():
+            raise RuntimeError(f"a {forward_batch.forward_mode} batch of requests {forward_batch.rids}; prefill was wanted")
+        requests, batch_row = [], 0
+        lengths, prefixes = map(list, (forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu))
+        for ticket, num_rows, first_row in zip(tickets, map(int, lengths), map(int, prefixes), strict=True):
+            done = self._rows_done.get(ticket.sequence, 0)
+            if first_row not in (0, done) or first_row + num_rows > ticket.num_tokens:
+                raise RuntimeError(
+                    f"rows {first_row}..{first_row + num_rows} of a prompt of {ticket.num_tokens} tokens, after {done} rows: "
+                    "its first rows were taken from a cache, not computed"
+                )
+            requests.append(_Request(ticket=ticket, batch_row=batch_row, num_rows=num_rows, first_row=first_row))
+            batch_row += num_rows
+        return _Batch(requests=requests, num_rows=batch_row)
+
+    def _copy(self, layer: Layer, state_BD: "torch.Tensor", batch: _Batch) -> None:
+        import torch
+
+        plan, dtype = self._plan, getattr(torch, self._plan.dtype)
+        if getattr(state_BD, "_sglang_needs_allreduce_fusion", False):
+            raise RuntimeError("the state is one rank's partial sum: all-reduce fusion must be off")
+        # Graph replay and sharded layouts change the row count; padding may only follow the real rows.
+        if state_BD.dim() != 2 or state_BD.shape[1] != plan.hidden_size or state_BD.shape[0] < batch.num_rows:
+            raise RuntimeError(f"a state of shape {list(state_BD.shape)}; [{batch.num_rows}, {plan.hidden_size}] was wanted")
+        if state_BD.dtype != dtype:
+            raise RuntimeError(f"a state of {state_BD.dtype}; {dtype} was wanted: open the engine with that dtype")
+        position = plan.layers.index(layer)
+        for request in batch.requests:
+            ticket = request.ticket
+            hidden_LSD = self._memories[ticket.buffer][: len(plan.layers) * ticket.shard_tokens * plan.hidden_size * dtype.itemsize]
+            hidden_LSD = hidden_LSD.view(dtype).view(len(plan.layers), ticket.shard_tokens, plan.hidden_size)
+            start = ticket.row + request.first_row
+            rows_BD = state_BD[request.batch_row : request.batch_row + request.num_rows]
+            hidden_LSD[position, start : start + request.num_rows].copy_(rows_BD, non_blocking=True)
+
+    def _finish(self, request: _Request) -> None:
+        sequence, num_rows = request.ticket.sequence, request.first_row + request.num_rows
+        self._rows_done[sequence] = num_rows
+        if num_rows == request.ticket.num_tokens:
+            del self._rows_done[sequence]
+        self._control.enter(sequence, num_rows)
+
+    def _fail(self, what: str) -> None:
+        # The scheduler must live on to answer the request, so that the engine can raise what is recorded here.
+        self._batch = None
+        self._control.report(f"{what}: {traceback.format_exc(limit=-4)}")
+
+
+def block_input(block: "torch.nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "torch.Tensor":
+    """The residual stream that enters a block, [B, D].
+
+    SGLang up to 0.5.20 passes a pending residual beside the last block's output; 0.5.23 keeps it, with whatever the
+    output still owes, on ``forward_batch.residual_stream``, for the classes moved to it.
+    """
+    arguments = _signature(type(block)).bind(block, *args, **kwargs).arguments
+    hidden_states = arguments["hidden_states"]
+    stream = getattr(arguments.get("forward_batch"), "residual_stream", None)
+    if stream is not None:
+        return stream.snapshot(hidden_states)
+    residual = arguments.get("residual")
+    return hidden_states if residual is None else hidden_states + residual
+
+
+def norm_input(_norm: "torch.nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "torch.Tensor":
+    """The residual stream that enters the final norm, [B, D]: its first argument, and the residual it adds, if any."""
+    hidden_states, *rest = args
+    residual = rest[0] if rest else kwargs.get("residual")
+    return hidden_states if residual is None else hidden_states + residual
+
+
+@functools.cache
+def _signature(block_type: type) -> inspect.Signature:
+    return inspect.signature(block_type.forward)
+
+
+def find_decoder(model: "torch.nn.Module", num_layers: int) -> "tuple[Sequence[torch.nn.Module], torch.nn.Module]":
+    """The decoder's blocks and its final norm, wherever the model's class keeps them.
+
+    Raises:
+        RuntimeError: no module, or more than one, has `num_layers` blocks and a norm.
+    """
+    import torch
+
+    found = []
+    for name, module in model.named_modules():
+        blocks, norm = getattr(module, "layers", None), getattr(module, "norm", None)
+        if norm is not None and isinstance(blocks, torch.nn.ModuleList) and len(blocks) == num_layers:
+            found.append((name, blocks, norm))
+    if len(found) != 1:
+        raise RuntimeError(
+            f"hsray: {type(model).__name__} has {len(found)} stacks of {num_layers} blocks with a final norm "
+            f"({[name for name, *_ in found]}), one was wanted; use engine='transformers'"
+        )
+    return found[0][1], found[0][2]
+
+
+def map_memory(path: str | Path, *, register: bool) -> "torch.Tensor":
+    """Maps a shared-memory file as a flat uint8 tensor; `register` pins it for CUDA, so copies run at full speed."""
+    import torch
+
+    with open(path, "r+b") as file:
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    if register:
+        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        if int(status) != 0:
+            raise RuntimeError(f"cudaHostRegister of {memory.numel()} bytes at {path} failed: {status}")
+    return memory

@@ -1,0 +1,160 @@
+"""The contract of a capture engine, and opening one by name.
+
+An engine is ready when constructed. `CaptureEngine.buffer` lends memory for one shard's states, `capture` runs one
+prompt and leaves its states in that memory, each at its final place: layer ``l`` of a shard of S tokens is one
+row-major ``[S, D]`` block, and a prompt's rows stand at its offset in it, so a Parquet column is a view of the block.
+
+Shapes: T tokens of a prompt, S tokens of a shard, D hidden size.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from queue import Queue
+from typing import TYPE_CHECKING, Any, Literal
+
+from hsray.layers import Layer
+from hsray.model import DTYPE_BYTES, ModelDescription
+
+if TYPE_CHECKING:
+    import torch
+
+EngineName = Literal["sglang", "transformers"]
+
+
+class CaptureError(RuntimeError):
+    """A prompt's states could not be captured, or are not what they must be."""
+
+
+class EngineDied(CaptureError):
+    """The engine is gone; a new one must be opened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What an engine needs to know before it opens."""
+
+    model: ModelDescription
+    layers: tuple[Layer, ...]
+    """In depth order, resolved."""
+    max_tokens: int
+    """The longest prompt that will be asked for."""
+    buffer_tokens: int
+    """The most tokens of one shard."""
+    num_buffers: int = 2
+    """Shards whose memory may be lent at one time: one being captured, the others being written."""
+    trust_remote_code: bool = False
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments for the engine itself, handed on as they are."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's states, all layers."""
+        return len(self.layers) * self.model.hidden_size * DTYPE_BYTES[self.model.dtype]
+
+
+class ShardBuffer:
+    """Memory for the states of one shard, lent by an engine until `release`."""
+
+    def __init__(self, *, index: int, memory: "torch.Tensor", num_tokens: int, options: EngineOptions, home: Queue):
+        import torch
+
+        self.index = index
+        self.num_tokens = num_tokens
+        self._home = home
+        num_bytes = num_tokens * options.bytes_per_token
+        states = memory[:num_bytes].view(getattr(torch, options.model.dtype))
+        by_layer = states.view(len(options.layers), num_tokens, options.model.hidden_size)
+        self.states: dict[Layer, torch.Tensor] = dict(zip(options.layers, by_layer, strict=True))
+        """layer -> [S, D]; views of the lent memory, valid until `release`."""
+
+    def release(self) -> None:
+        """Gives the memory back to the engine; every view of it is then stale."""
+        self.states = {}
+        self._home.put(self.index)
+
+
+class CaptureEngine(AbstractContextManager, ABC):
+    """One model, open and checked, that turns token ids into hidden states."""
+
+    name: str
+    version: str
+
+    def __init__(self, options: EngineOptions, memories: "Sequence[torch.Tensor]"):
+        """Args: options: what it was opened with; memories: one flat uint8 tensor for each buffer it can lend."""
+        self.options = options
+        self._memories = memories
+        self._free: Queue[int] = Queue()
+        for index in range(len(memories)):
+            self._free.put(index)
+
+    def buffer(self, num_tokens: int, *, timeout_s: float | None = None) -> ShardBuffer:
+        """Lends memory for a shard of `num_tokens`, waiting while all of it is lent.
+
+        Raises:
+            ValueError: the shard is larger than the `buffer_tokens` the engine was opened with.
+            queue.Empty: nothing was given back within `timeout_s`.
+        """
+        if not 0 < num_tokens <= self.options.buffer_tokens:
+            raise ValueError(f"a shard of {num_tokens} tokens; the engine was opened for 1..{self.options.buffer_tokens}")
+        index = self._free.get(timeout=timeout_s)
+        return ShardBuffer(
+            index=index, memory=self._memories[index], num_tokens=num_tokens, options=self.options, home=self._free
+        )
+
+    def capture(self, input_ids: Sequence[int], *, into: ShardBuffer, at: int) -> None:
+        """Runs one prompt and leaves its T rows of every layer at row `at` of `into`; complete on return.
+
+        Raises:
+            ValueError: the prompt is empty, too long, has an id outside the vocabulary, or does not fit at `at`.
+            CaptureError: the engine failed, or gave other rows than were asked for.
+        """
+        num_tokens, longest = len(input_ids), self.options.max_tokens
+        if not 0 < num_tokens <= longest:
+            raise ValueError(f"a prompt of {num_tokens} tokens; the engine was opened for 1..{longest}")
+        if min(input_ids) < 0 or max(input_ids) >= self.options.model.vocab_size:
+            raise ValueError(
+                f"token ids {min(input_ids)}..{max(input_ids)}; the vocabulary is 0..{self.options.model.vocab_size - 1}"
+            )
+        if not 0 <= at <= into.num_tokens - num_tokens:
+            raise ValueError(f"{num_tokens} tokens do not fit at row {at} of a shard of {into.num_tokens}")
+        self._run(input_ids, into, at)
+
+    def capture_alone(self, input_ids: Sequence[int]) -> "dict[Layer, torch.Tensor]":
+        """Runs one prompt and returns its states, layer -> [T, D], in memory of their own."""
+        buffer = self.buffer(len(input_ids))
+        try:
+            self.capture(input_ids, into=buffer, at=0)
+            return {layer: hidden_TD.clone() for layer, hidden_TD in buffer.states.items()}
+        finally:
+            buffer.release()
+
+    @abstractmethod
+    def _run(self, input_ids: Sequence[int], into: ShardBuffer, at: int) -> None:
+        """What `capture` promises, for arguments already checked."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the engine and frees what it holds; safe to call twice."""
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def open_engine(name: EngineName, options: EngineOptions) -> CaptureEngine:
+    """Opens an engine by name.
+
+    Raises:
+        ValueError: there is no engine of that name.
+        ImportError: its extra is not installed; the message names it.
+    """
+    if name == "transformers":
+        from hsray.engine_transformers import TransformersEngine
+
+        return TransformersEngine(options)
+    if name == "sglang":
+        from hsray.engine_sglang import SGLangEngine
+
+        return SGLangEngine(options)
+    raise ValueError(f"engine {name!r} is not known; wanted 'sglang' or 'transformers'")

@@ -1,0 +1,245 @@
+"""The SGLang engine: a patched offline `sglang.Engine` whose scheduler copies states straight into shared memory.
+
+The scheduler process is started through a function of ours (`hsray.capture.run_scheduler`), so nothing depends on
+SGLang's plug-in system, which only logs a plug-in that fails. An engine that opens has proved itself on a canary
+prompt; one that could hand out wrong rows refuses to open.
+"""
+
+import asyncio
+import functools
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from hsray.capture import CapturePlan, ControlPage, Ticket, map_memory, run_scheduler
+from hsray.engine import CaptureEngine, CaptureError, EngineDied, EngineOptions, ShardBuffer
+
+
+#: What keeps a prefill whole, eager and one's own. Each of these, left to SGLang's choice in some supported version,
+#: loses rows, mixes prompts or captures a partial sum.
+SAFE_ARGS: dict[str, Any] = {
+    "disable_radix_cache": True,  # a cached prefix is not computed again, so its rows would be missing
+    "chunked_prefill_size": -1,
+    "enable_mixed_chunk": False,  # adds decode rows to a prefill batch
+    "disable_overlap_schedule": True,  # a reply must follow its own pass; slower with one request in flight, too
+    "disable_cuda_graph": True,  # a replayed graph runs no hooks, pads rows and reuses its buffers
+    "enable_two_batch_overlap": False,  # blocks run as operation lists: hooks do not fire
+    "enforce_disable_flashinfer_allreduce_fusion": True,  # blocks would hand on one rank's partial sum
+    "allow_auto_truncate": False,
+    "speculative_algorithm": None,
+    "enable_dp_attention": False,
+    "enable_attn_tp_input_scattered": False,  # rows would be sharded over ranks
+    "moe_a2a_backend": "none",
+    "enable_torch_compile": False,
+    "enable_hierarchical_cache": False,
+    "enable_pdmux": False,
+    "dp_size": 1,
+    "pp_size": 1,
+    "skip_tokenizer_init": True,
+    "skip_server_warmup": True,
+}
+
+#: The request is refused unless its length stays this far below the context and the cache (SGLang keeps a reserve).
+TOKEN_RESERVE = 64
+
+CANARY_TOKENS = 7
+
+
+class SGLangEngine(CaptureEngine):
+    """One SGLang engine, one request in flight.
+
+    ``engine_args`` are `sglang.ServerArgs` fields, for example ``tp_size`` or ``attention_backend``; those in
+    `SAFE_ARGS` cannot be overridden.
+
+    Raises:
+        ValueError: an engine argument that would make the states wrong.
+        EngineDied: SGLang did not start; its own words precede this in the log.
+        CaptureError: the canary's rows are not what the config says.
+    """
+
+    name = "sglang"
+
+    def __init__(self, options: EngineOptions):
+        _check_engine_args(options)
+        self.version = version("sglang")
+        self._sequence = count(1)
+        self._sglang = None
+        with tempfile.TemporaryDirectory(prefix="hsray-", dir="/dev/shm") as folder:
+            # Both processes keep their mappings, so the names can go as soon as SGLang is up: a killed process
+            # leaves nothing behind.
+            num_bytes = options.buffer_tokens * options.bytes_per_token
+            paths = [_make_file(folder, f"buffer-{index}", num_bytes) for index in range(options.num_buffers)]
+            plan = CapturePlan(
+                layers=options.layers,
+                num_layers=options.model.num_layers,
+                hidden_size=options.model.hidden_size,
+                dtype=options.model.dtype,
+                buffer_paths=tuple(paths),
+                control_path=_make_file(folder, "control", ControlPage.NUM_BYTES),
+                cpu_threads=None if _has_gpu() else os.cpu_count(),
+            )
+            self._control = ControlPage(plan.control_path)
+            super().__init__(options, [map_memory(path, register=False) for path in paths])
+            try:
+                self._sglang = _start(plan, options)
+            except Exception as error:
+                raise EngineDied(f"SGLang {self.version} did not start on {options.model.model!r}: {error}") from error
+        self._died = _watch_children(self._sglang)
+        try:
+            self._handshake()
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, input_ids: Sequence[int], into: ShardBuffer, at: int) -> None:
+        if self._sglang is None:
+            raise EngineDied("this SGLang engine is closed")
+        ticket = Ticket(
+            sequence=next(self._sequence),
+            buffer=into.index,
+            shard_tokens=into.num_tokens,
+            row=at,
+            num_tokens=len(input_ids),
+        )
+        self._sglang.loop.run_until_complete(self._request(ticket, list(input_ids)))
+        self._check(ticket)
+
+    async def _request(self, ticket: Ticket, input_ids: list[int]) -> None:
+        request = asyncio.ensure_future(
+            self._sglang.async_generate(
+                input_ids=input_ids, sampling_params={"max_new_tokens": 0, "temperature": 0}, rid=ticket.rid()
+            )
+        )
+        done, _ = await asyncio.wait({request, self._died}, return_when=asyncio.FIRST_COMPLETED)
+        if request not in done:
+            request.cancel()
+            words = self._control.error or "its log says why; a kill by the kernel (memory) leaves no words"
+            raise EngineDied(f"SGLang's scheduler process died during a prompt of {ticket.num_tokens} tokens: {words}")
+        reason = (await request)["meta_info"].get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            raise CaptureError(f"SGLang refused a prompt of {ticket.num_tokens} tokens: {reason.get('message')}")
+
+    def _check(self, ticket: Ticket) -> None:
+        error = self._control.error
+        if error:
+            self._control.clear_error()
+            raise CaptureError(f"a prompt of {ticket.num_tokens} tokens was not captured: {error}")
+        num_rows = self._control.rows(ticket.sequence)
+        if num_rows != ticket.num_tokens:
+            raise CaptureError(f"SGLang computed {num_rows} rows of a prompt of {ticket.num_tokens} tokens")
+
+    def _handshake(self) -> None:
+        """Runs a canary: every number of every layer must be written and finite."""
+        description = self._control.description
+        if description is None:
+            raise CaptureError(f"SGLang {self.version} loaded the model without the capture; this version is not supported")
+        import torch
+
+        num_tokens = min(CANARY_TOKENS, self.options.max_tokens, self.options.buffer_tokens)
+        buffer = self.buffer(num_tokens)
+        try:
+            for hidden_TD in buffer.states.values():
+                hidden_TD.fill_(torch.nan)
+            self.capture([index % self.options.model.vocab_size for index in range(num_tokens)], into=buffer, at=0)
+            for layer, hidden_TD in buffer.states.items():
+                num_bad = int((~torch.isfinite(hidden_TD)).sum())
+                if num_bad:
+                    raise CaptureError(
+                        f"layer {layer!r} of {description['architecture']}: {num_bad} of {hidden_TD.numel()} canary "
+                        "numbers were not written or not finite; use engine='transformers'"
+                    )
+        finally:
+            buffer.release()
+
+    def close(self) -> None:
+        sglang, self._sglang = self._sglang, None
+        if sglang is not None:
+            sglang.shutdown()
+
+
+def _check_engine_args(options: EngineOptions) -> None:
+    for name, value in options.engine_args.items():
+        if name in SAFE_ARGS and value != SAFE_ARGS[name]:
+            raise ValueError(
+                f"engine_args[{name!r}]={value!r} would make hidden states wrong or incomplete; hsray needs "
+                f"{SAFE_ARGS[name]!r}: leave it out"
+            )
+
+
+def _start(plan: CapturePlan, options: EngineOptions) -> Any:
+    # SGLang refuses a context above the model's own unless told; the reserve below is never filled with tokens.
+    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    from sglang.srt.entrypoints.engine import Engine
+
+    class CapturingEngine(Engine):
+        run_scheduler_process_func = staticmethod(functools.partial(run_scheduler, plan))
+
+    num_tokens = options.max_tokens + TOKEN_RESERVE
+    arguments = {
+        "model_path": options.model.model,
+        "dtype": options.model.dtype,
+        "trust_remote_code": options.trust_remote_code,
+        "context_length": num_tokens,
+        "max_total_tokens": max(num_tokens, 2048),
+        "max_prefill_tokens": max(num_tokens, 16384),
+        "random_seed": 0,
+        "log_level": "error",
+        "custom_sigquit_handler": _ignore_sigquit,
+        **(_cpu_args() if not _has_gpu() else {}),
+        **options.engine_args,
+        **SAFE_ARGS,
+    }
+    return CapturingEngine(**arguments)
+
+
+def _cpu_args() -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "mem_fraction_static": 0.2,
+        "max_running_requests": 16,
+    }
+
+
+def _ignore_sigquit(_signum: int, _frame: Any) -> None:
+    """Stands in for SGLang's handler during its start, which would kill this process; the start raises by itself."""
+
+
+def _watch_children(sglang: Any) -> "asyncio.Future[None]":
+    """A future that is done once SGLang says that a child died (SIGQUIT from the child or from its watchdog).
+
+    SGLang's own handler kills this process and all its children, so a Ray actor would vanish without a word.
+    """
+    died = sglang.loop.create_future()
+
+    class Handler:
+        def __init__(self, manager: Any):
+            self._manager = manager
+
+        def sigterm_handler(self, *_: Any) -> None:
+            self._manager.gracefully_exit = True
+
+        def running_phase_sigquit_handler(self, *_: Any) -> None:
+            if not died.done():
+                died.set_result(None)
+
+    sglang.tokenizer_manager.signal_handler_class = Handler
+    return died
+
+
+def _make_file(folder: str, name: str, num_bytes: int) -> str:
+    path = Path(folder) / name
+    with path.open("wb") as file:
+        file.truncate(num_bytes)
+    return str(path)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,80 @@
+"""The reference engine: Hugging Face Transformers, any device; the truth for tests and for `verify`.
+
+Shapes: T tokens of a prompt, D hidden size.
+"""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from hsray.engine import CaptureEngine, CaptureError, EngineOptions, ShardBuffer
+
+if TYPE_CHECKING:
+    import torch
+
+#: What model classes call the norm between the last block and the LM head.
+FINAL_NORM_NAMES = ("norm", "final_layernorm", "ln_f", "norm_f", "final_layer_norm")
+
+
+class TransformersEngine(CaptureEngine):
+    """Runs the decoder of an `AutoModel` with `output_hidden_states`.
+
+    Hugging Face's tuple holds embed and layers 0..N-2, then the state after the final norm; layer N-1 is taken from
+    what enters that norm. ``engine_args`` go to ``from_pretrained``, save ``device`` (default: CUDA where there is one).
+    """
+
+    name = "transformers"
+
+    def __init__(self, options: EngineOptions):
+        import torch
+        import transformers
+
+        engine_args = dict(options.engine_args)
+        device = engine_args.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
+        self.version = version("transformers")
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            options.model.model,
+            dtype=getattr(torch, options.model.dtype),
+            trust_remote_code=options.trust_remote_code,
+            **engine_args,
+        ).to(device).eval()
+        self._decoder = self._model.get_decoder()
+        self._last_block_1TD: torch.Tensor | None = None
+        _final_norm(self._decoder).register_forward_pre_hook(self._keep_last_block)
+        num_bytes = options.buffer_tokens * options.bytes_per_token
+        pin = torch.device(device).type == "cuda"
+        memories = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(options.num_buffers)]
+        super().__init__(options, memories)
+
+    def _run(self, input_ids: Sequence[int], into: ShardBuffer, at: int) -> None:
+        import torch
+
+        ids_1T = torch.tensor([list(input_ids)], device=self._model.device)
+        with torch.inference_mode():
+            output = self._decoder(input_ids=ids_1T, output_hidden_states=True, use_cache=False)
+        num_layers = self.options.model.num_layers
+        if len(output.hidden_states) != num_layers + 1:
+            raise CaptureError(f"Transformers gave {len(output.hidden_states)} states; {num_layers + 1} were wanted")
+        for layer, hidden_SD in into.states.items():
+            if layer == "final":
+                hidden_1TD = output.last_hidden_state
+            elif layer == num_layers - 1:
+                hidden_1TD = self._last_block_1TD
+            else:
+                hidden_1TD = output.hidden_states[0 if layer == "embed" else layer + 1]
+            hidden_SD[at : at + len(input_ids)].copy_(hidden_1TD[0])
+        self._last_block_1TD = None
+
+    def _keep_last_block(self, _module: "torch.nn.Module", args: tuple[Any, ...]) -> None:
+        self._last_block_1TD = args[0]
+
+    def close(self) -> None:
+        self._model = self._decoder = None
+
+
+def _final_norm(decoder: "torch.nn.Module") -> "torch.nn.Module":
+    for name in FINAL_NORM_NAMES:
+        norm = getattr(decoder, name, None)
+        if norm is not None:
+            return norm
+    raise CaptureError(f"{type(decoder).__name__} has none of {', '.join(FINAL_NORM_NAMES)}; its last block cannot be told")

@@ -1,0 +1,178 @@
+"""What a dataset is, whether a request is the same dataset, and what of it is still missing.
+
+``manifest.json`` is published before anything else and names the dataset's identity; its state goes from
+``planning`` (the plan is being written) through ``building`` to ``complete`` (every shard is there, with its bytes).
+It holds no time and no random name, so the same build always ends with the same bytes.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from hsray.plan import Plan, PlanFile, shard_name, shard_number
+from hsray.store import Store
+
+NAME = "manifest.json"
+FORMAT_VERSION = 1
+
+
+class ManifestError(ValueError):
+    """The folder holds another dataset, none, or a damaged one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What makes a dataset this one. Two builds with equal identities make the same files."""
+
+    model: str
+    config_digest: str
+    weights_digest: str
+    tokenizer_digest: str
+    num_layers: int
+    hidden_size: int
+    layers: tuple[int | str, ...]
+    dtype: str
+    engine: str
+    engine_args: Mapping[str, Any]
+    shard_bytes: int
+    max_tokens: int
+    too_long: str
+    prompts_digest: str | None
+    """None until the plan is written."""
+    plan_digest: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The content of ``manifest.json``."""
+
+    state: Literal["planning", "building", "complete"]
+    identity: Identity
+    plan: Plan | None = None
+    shard_file_bytes: tuple[int, ...] | None = None
+    """Of each shard's file; None until complete."""
+
+    def with_plan(self, plan: Plan) -> "Manifest":
+        """The manifest once the plan is written."""
+        identity = replace(self.identity, prompts_digest=plan.prompts_digest, plan_digest=plan.digest)
+        return replace(self, state="building", identity=identity, plan=plan)
+
+    def save(self, store: Store) -> None:
+        """Publishes the manifest."""
+        content = {"format": "hsray", "format_version": FORMAT_VERSION, **asdict(self)}
+        store.publish(NAME, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
+
+
+def load_manifest(store: Store) -> Manifest | None:
+    """Reads the manifest of a folder; None where the folder is empty or absent.
+
+    Raises:
+        ManifestError: the folder holds something else, or the manifest is damaged or of another version.
+    """
+    try:
+        text = store.read(NAME)
+    except FileNotFoundError:
+        names = sorted(store.list())
+        if names:
+            raise ManifestError(
+                f"{store.url!r} is not empty and holds no {NAME} (found {', '.join(names[:5])}); give an out= that is "
+                "empty, new, or an hsray dataset"
+            ) from None
+        return None
+    try:
+        return _parse(json.loads(text))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ManifestError(
+            f"{store.url}/{NAME} is damaged or not of this version ({type(error).__name__}: {error}); restore it, or "
+            "build to another out="
+        ) from error
+
+
+def check_identity(stored: Identity, wanted: Identity, store: Store) -> None:
+    """Raises ManifestError, with both sides of each difference, unless a request is the stored dataset's.
+
+    What the request does not know yet (the plan) is not compared.
+    """
+    differences = []
+    for item in fields(Identity):
+        there, here = getattr(stored, item.name), getattr(wanted, item.name)
+        if here is not None and there is not None and there != here:
+            differences.append(f"  {item.name}: the dataset has {there!r}, this build asks for {here!r}")
+    if differences:
+        raise ManifestError(
+            f"{store.url!r} holds another dataset than the one asked for:\n" + "\n".join(differences) + "\n"
+            "Ask for the same to resume it, or give another out="
+        )
+
+
+def published_shards(store: Store) -> dict[int, int]:
+    """The shards that are there: number -> file bytes.
+
+    Raises:
+        ManifestError: ``shards/`` holds a file that is no shard.
+    """
+    shards = {}
+    for name, num_bytes in store.list("shards").items():
+        shard = shard_number(name)
+        if shard is None:
+            raise ManifestError(f"{store.url}/shards/{name} is not of this dataset; move it away")
+        shards[shard] = num_bytes
+    return shards
+
+
+def pending_shards(plan: Plan, published: Iterable[int]) -> list[int]:
+    """The planned shards that are not published, in order."""
+    return sorted(set(range(plan.num_shards)).difference(published))
+
+
+def complete(manifest: Manifest, store: Store) -> Manifest:
+    """Publishes the complete manifest, with the inventory, once every planned shard is there.
+
+    Raises:
+        ManifestError: a shard is missing, or one is there that was not planned.
+    """
+    published = published_shards(store)
+    missing = pending_shards(manifest.plan, published)
+    extra = sorted(set(published).difference(range(manifest.plan.num_shards)))
+    if missing or extra:
+        raise ManifestError(
+            f"{store.url!r}: {len(missing)} planned shards are missing ({[shard_name(s) for s in missing[:3]]}), "
+            f"{len(extra)} were not planned ({[shard_name(s) for s in extra[:3]]}); build again, and move the latter away"
+        )
+    done = replace(manifest, state="complete", shard_file_bytes=tuple(published[s] for s in range(len(published))))
+    done.save(store)
+    return done
+
+
+def _parse(content: dict[str, Any]) -> Manifest:
+    if content["format"] != "hsray" or content["format_version"] != FORMAT_VERSION:
+        raise ValueError(f"format {content['format']!r} version {content['format_version']}, wanted 'hsray' {FORMAT_VERSION}")
+    if content["state"] not in ("planning", "building", "complete"):
+        raise ValueError(f"state {content['state']!r}")
+    identity = dict(content["identity"])
+    identity["layers"] = tuple(identity["layers"])
+    plan = _parse_plan(content["plan"]) if content["plan"] is not None else None
+    sizes = content["shard_file_bytes"]
+    manifest = Manifest(
+        state=content["state"],
+        identity=Identity(**identity),
+        plan=plan,
+        shard_file_bytes=tuple(sizes) if sizes is not None else None,
+    )
+    if manifest.state != "planning" and (plan is None or plan.digest != manifest.identity.plan_digest):
+        raise ValueError("its plan is not the one its identity names")
+    if manifest.state == "complete" and (sizes is None or len(sizes) != plan.num_shards):
+        raise ValueError("it is complete without an inventory of every shard")
+    return manifest
+
+
+def _parse_plan(content: dict[str, Any]) -> Plan:
+    values = dict(content)
+    values["files"] = tuple(PlanFile(**file) for file in values["files"])
+    for name in ("shard_prompts", "shard_tokens"):
+        values[name] = tuple(values[name])
+    plan = Plan(**values)
+    if len(plan.shard_prompts) != plan.num_shards or sum(file.num_shards for file in plan.files) != plan.num_shards:
+        raise ValueError("its plan's counts do not agree")
+    return plan

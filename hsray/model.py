@@ -1,0 +1,144 @@
+"""What must be known of a model before its weights are loaded: depth, width, context, vocabulary, identity."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+#: The dtypes a state can be stored in, and the bytes of one number.
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+#: Any of these says that a model's folder holds a tokenizer.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """A model as its config describes it."""
+
+    model: str
+    """A local folder or a hub name."""
+    architecture: str
+    num_layers: int
+    """Decoder blocks, N."""
+    hidden_size: int
+    """Numbers in one token's state, D."""
+    vocab_size: int
+    """Rows of the embedding: token ids lie in 0..vocab_size-1."""
+    max_tokens: int
+    """The longest prompt that the model's positions cover."""
+    dtype: str
+    """The dtype that the engine computes in and the states are stored in."""
+    config_digest: str
+    """SHA-256 of the config."""
+    weights_digest: str
+    """What tells two checkpoints of one config apart; see `_weights_digest`."""
+
+
+def describe_model(model: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> ModelDescription:
+    """Reads a model's config; for a multimodal checkpoint, its language model's.
+
+    Raises:
+        FileNotFoundError: `model` is neither a folder with a config.json nor a name that a reachable hub knows.
+        ValueError: the config lacks what is needed, or `dtype` is not one of `DTYPE_BYTES` or ``"auto"``.
+    """
+    config = _load_config(model, trust_remote_code)
+    text = config.get_text_config()
+    sizes = {name: getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "vocab_size")}
+    for name, value in sizes.items():
+        if not isinstance(value, int):
+            raise ValueError(f"model {model!r}: its config has no {name}; a decoder-only language model is needed")
+    return ModelDescription(
+        model=str(model),
+        architecture=(config.architectures or [type(config).__name__])[0],
+        num_layers=sizes["num_hidden_layers"],
+        hidden_size=sizes["hidden_size"],
+        vocab_size=sizes["vocab_size"],
+        max_tokens=getattr(text, "max_position_embeddings", None) or 2**31 - 1,
+        dtype=_resolve_dtype(model, dtype, config, text),
+        config_digest=_config_digest(config),
+        weights_digest=_weights_digest(model, config),
+    )
+
+
+def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase | None":
+    """Loads a model's own tokenizer; None for a folder that has none, which serves rows of ``input_ids`` alone."""
+    from transformers import AutoTokenizer
+
+    folder = Path(model)
+    if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+        return None
+
+    return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+
+
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """SHA-256 of all that decides which ids a text or a conversation becomes: vocabulary, rules, chat template."""
+    if tokenizer is None:
+        return "no tokenizer"
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return _sha256_json([rules, special, tokenizer.chat_template])
+
+
+def _load_config(model: str, trust_remote_code: bool) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise FileNotFoundError(f"model {model!r} is a folder without a config.json; name a saved Transformers model")
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"model {model!r} is no folder here, and no hub that can be reached knows it; "
+            f"give a local folder or a hub name ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _resolve_dtype(model: str, dtype: str, config: "PretrainedConfig", text: "PretrainedConfig") -> str:
+    if dtype == "auto":
+        stored = getattr(text, "dtype", None) or getattr(config, "dtype", None) or "bfloat16"
+        dtype = str(stored).removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype {dtype!r} of model {model!r} is not one of {', '.join(DTYPE_BYTES)}; pass dtype=")
+    return dtype
+
+
+def _config_digest(config: "PretrainedConfig") -> str:
+    # Where the model lies and which Transformers wrote or read it do not change what it computes.
+    fields = config.to_dict()
+    for name in ("_name_or_path", "transformers_version", "_commit_hash"):
+        fields.pop(name, None)
+    return _sha256_json(fields)
+
+
+def _weights_digest(model: str, config: "PretrainedConfig") -> str:
+    """The commit of a hub model; of a folder, each weight file's name, length and three sampled blocks.
+
+    Fine-tunes of one model share its config, so the config's digest alone would let one resume the other's dataset.
+    Whole files are not read: a checkpoint of a terabyte would take minutes each time.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return f"commit:{getattr(config, '_commit_hash', None)}"
+    digest = hashlib.sha256()
+    files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".gguf")]
+    for path in sorted(files):
+        num_bytes, block = path.stat().st_size, 1 << 16
+        digest.update(f"{path.name}:{num_bytes}:".encode())
+        with path.open("rb") as file:
+            for offset in (0, num_bytes // 2, max(0, num_bytes - block)):
+                file.seek(offset)
+                digest.update(file.read(block))
+    return f"sampled-sha256:{digest.hexdigest()}"
+
+
+def _sha256_json(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,563 @@
+"""The Ray Data graph, top to bottom: prompts to a plan, the plan's pending shards to engines, receipts to a report.
+
+Only plan rows and receipts pass through Ray. The states never do: the actor that captured a shard writes and
+publishes it, on a writer thread, while it captures the next one. A receipt is yielded after its object is published,
+and a task that Ray retries skips what is already there, so a shard is never lost, doubled or made again.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+
+import hsray
+from hsray.engine import CaptureError, EngineName, EngineOptions, ShardBuffer, open_engine
+from hsray.layers import Layer, LayersSpec, resolve_layers
+from hsray.manifest import (
+    Identity,
+    Manifest,
+    check_identity,
+    complete,
+    load_manifest,
+    pending_shards,
+    published_shards,
+)
+from hsray.model import DTYPE_BYTES, ModelDescription, describe_model, load_tokenizer, tokenizer_digest
+from hsray.plan import PlanFile, PlanOptions, digest_rows, read_plan_file, shard_name, write_plan
+from hsray.prompts import PromptOptions, read_rows, tokenize_rows
+from hsray.prompts import digest_rows as digest_dataset
+from hsray.shard import ShardPrompts, shard_schema, shard_table, write_table
+from hsray.store import Store
+
+if TYPE_CHECKING:
+    import ray.data
+
+logger = logging.getLogger(__name__)
+
+#: Shards in one Ray task. An actor's engine idles between tasks while the last shard of one is written.
+SHARDS_PER_TASK = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What an actor says of a published shard."""
+
+    shard: int
+    prompts: int
+    tokens: int
+    nbytes: int
+    """Of the file; 0 if it was there already."""
+    captured: bool
+    """False if the shard was there already, so that nothing was computed."""
+    engine_start_s: float
+    """How long the actor's engine took to start."""
+    started_at: float
+    """Unix time at which the shard's capture began."""
+    published_at: float
+    """Unix time at which the shard was published."""
+    wait_s: float
+    """Waiting for the writer to give memory back."""
+    capture_s: float
+    write_s: float
+    """Checking, writing and publishing, on the writer thread."""
+
+
+@dataclass(slots=True, kw_only=True)
+class BuildReport:
+    """What a build did, and what the dataset holds."""
+
+    out: str
+    layers: tuple[Layer, ...]
+    prompts: int
+    tokens: int
+    shards: int
+    nbytes: int
+    """Of all shard files."""
+    dropped: int
+    """Prompts left out by ``too_long="drop"``; listed in ``dropped.parquet``."""
+    new_shards: int = 0
+    """Captured by this call; the others were there already."""
+    new_tokens: int = 0
+    elapsed_s: float = 0.0
+    plan_s: float = 0.0
+    """Reading and tokenising the prompts, or comparing them with the plan."""
+    engine_start_s: float = 0.0
+    """Of the slowest engine."""
+    first_started_at: float = float("inf")
+    """Unix time at which the first new shard's capture began."""
+    last_published_at: float = float("-inf")
+    """Unix time at which the last new shard was published."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Summed over engines: capture, wait (for the writer), write (beside capture)."""
+
+    @property
+    def capture_wall_s(self) -> float:
+        """From the begin of the first new shard to the publication of the last; 0 where there was none."""
+        return max(0.0, self.last_published_at - self.first_started_at)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens a second, engine start apart; 0 where nothing was captured."""
+        return self.new_tokens / self.capture_wall_s if self.capture_wall_s else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.out}: {self.prompts:,} prompts, {self.tokens:,} tokens, {self.shards:,} shards, "
+            f"{self.nbytes / 1e6:,.1f} MB; layers {', '.join(map(str, self.layers))}"
+        ]
+        if self.dropped:
+            lines.append(f"{self.dropped:,} prompts dropped, listed in dropped.parquet")
+        if not self.new_shards:
+            return "\n".join([*lines, "nothing was left to build: no engine was opened"])
+        lines.append(
+            f"{self.new_shards:,} shards captured in this run: {self.new_tokens:,} tokens at {self.tokens_per_s:,.0f} tokens/s"
+        )
+        parts = {
+            "plan": self.plan_s,
+            "engine start": self.engine_start_s,
+            "capture and write": self.capture_wall_s,
+        }
+        parts["other"] = max(0.0, self.elapsed_s - sum(parts.values()))
+        lines.append(f"{self.elapsed_s:.1f} s: " + _shares(parts, self.elapsed_s))
+        busy = sum(self.seconds.values()) - self.seconds.get("write", 0.0)
+        lines.append(f"of the engines' {busy:.1f} s: " + _shares(self.seconds, busy) + " (writing runs beside capture)")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureJob:
+    """What an engine actor needs to know."""
+
+    engine: EngineName
+    options: EngineOptions
+    out: str
+    storage_options: Mapping[str, Any] | None
+    schema: pa.Schema
+
+
+def build(
+    dataset: "str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]] | ray.data.Dataset",
+    *,
+    model: str,
+    layers: LayersSpec,
+    out: str | os.PathLike[str],
+    engine: EngineName = "sglang",
+    engine_args: Mapping[str, Any] | None = None,
+    engines: int | None = None,
+    dtype: str = "auto",
+    max_tokens: int | None = None,
+    too_long: Literal["error", "drop"] = "error",
+    shard_bytes: int = 256 << 20,
+    storage_options: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+) -> BuildReport:
+    """Builds a dataset of a model's hidden states for every token of every prompt, or resumes one.
+
+    Args:
+        dataset: JSONL or Parquet files (paths, globs, lists of them), a list of dicts, or a ``ray.data.Dataset``.
+            A row has ``messages`` (rendered by the model's chat template), ``text``, or ``input_ids`` (with
+            ``loss_mask`` if wanted), and may have an ``id``.
+        model: A local folder or a hub name, readable by every node.
+        layers: What to keep of each token: block outputs ``0..N-1`` (negative counts from the end), ``"embed"``,
+            ``"final"``, or a preset, ``"eagle3"`` or ``"speculators-v1"``; see `hsray.layers`.
+        out: The dataset's folder, on any fsspec target that every node reaches. Building there again resumes.
+        engine: ``"sglang"``, or ``"transformers"`` for models that SGLang lacks.
+        engine_args: Arguments for the engine itself, such as ``{"tp_size": 2}`` for SGLang.
+        engines: Engine actors; by default as many as the cluster's GPUs allow, and one where there is none.
+        dtype: What the engine computes in and the states are stored in: ``"auto"`` (the checkpoint's),
+            ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        max_tokens: The longest prompt allowed; by default the model's context.
+        too_long: What to do about a longer one: ``"error"``, or ``"drop"`` (counted, listed in ``dropped.parquet``).
+        shard_bytes: States in one shard, about.
+        storage_options: For the filesystem of `dataset` and `out`; never stored.
+        trust_remote_code: Lets the model's own code run.
+        progress: Shows a progress bar.
+
+    Raises:
+        PromptError: a row that cannot be used, by file and line.
+        ManifestError: `out` holds something else, or another dataset than the one asked for.
+        CaptureError: the engine did not start, or gave what must not be stored.
+    """
+    started = time.monotonic()
+    description = describe_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    if max_tokens is not None and not 0 < max_tokens <= description.max_tokens:
+        raise ValueError(f"max_tokens={max_tokens}; the model's context is {description.max_tokens}: give 1 up to that")
+    if shard_bytes <= 0:
+        raise ValueError(f"shard_bytes={shard_bytes}; give a positive number of bytes")
+    wanted = Identity(
+        model=description.model,
+        config_digest=description.config_digest,
+        weights_digest=description.weights_digest,
+        tokenizer_digest=tokenizer_digest(load_tokenizer(model, trust_remote_code=trust_remote_code)),
+        num_layers=description.num_layers,
+        hidden_size=description.hidden_size,
+        layers=resolve_layers(layers, num_layers=description.num_layers),
+        dtype=description.dtype,
+        engine=engine,
+        engine_args=dict(engine_args or {}),
+        shard_bytes=shard_bytes,
+        max_tokens=max_tokens or description.max_tokens,
+        too_long=too_long,
+        prompts_digest=None,
+        plan_digest=None,
+    )
+    store = Store(out, storage_options)
+    manifest = _open_dataset(store, wanted)
+    with _ray_data():
+        manifest = _plan(manifest, dataset, store, description, trust_remote_code, storage_options)
+        planned = time.monotonic()
+        pending = pending_shards(manifest.plan, published_shards(store))
+        report = _report(manifest, store)
+        report.plan_s = planned - started
+        if pending:
+            job = _capture_job(manifest, description, store, storage_options, trust_remote_code)
+            _capture(job, manifest, pending, engines, report, progress)
+    store.sweep("shards")
+    manifest = complete(manifest, store) if manifest.state != "complete" else manifest
+    report.nbytes = sum(manifest.shard_file_bytes)
+    report.elapsed_s = time.monotonic() - started
+    logger.info("%s", report)
+    return report
+
+
+def _open_dataset(store: Store, wanted: Identity) -> Manifest:
+    """The stored manifest, checked against the request, or a new one, published."""
+    manifest = load_manifest(store)
+    if manifest is not None:
+        check_identity(manifest.identity, wanted, store)
+        return manifest
+    store.check_writable()
+    manifest = Manifest(state="planning", identity=wanted)
+    manifest.save(store)
+    return manifest
+
+
+def _plan(
+    manifest: Manifest,
+    dataset: Any,
+    store: Store,
+    model: ModelDescription,
+    trust_remote_code: bool,
+    storage_options: Mapping[str, Any] | None,
+) -> Manifest:
+    """Writes the plan, or, where there is one, checks that the dataset is still the planned one."""
+    rows = read_rows(dataset, storage_options=storage_options)
+    identity = manifest.identity
+    if manifest.plan is not None:
+        digest = digest_rows(_blocks(digest_dataset(rows)))
+        check_identity(identity, replace(identity, prompts_digest=digest), store)
+        return manifest
+    value_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
+    prompts = tokenize_rows(
+        rows,
+        PromptOptions(
+            model=model.model,
+            trust_remote_code=trust_remote_code,
+            vocab_size=model.vocab_size,
+            max_tokens=identity.max_tokens,
+            too_long=identity.too_long,
+        ),
+    )
+    options = PlanOptions(
+        bytes_per_token=len(identity.layers) * value_bytes,
+        value_bytes_per_token=value_bytes,
+        shard_bytes=identity.shard_bytes,
+        too_long=identity.too_long,
+        max_tokens=identity.max_tokens,
+    )
+    manifest = manifest.with_plan(write_plan(_blocks(prompts), store, options))
+    manifest.save(store)
+    return manifest
+
+
+def _capture_job(
+    manifest: Manifest,
+    model: ModelDescription,
+    store: Store,
+    storage_options: Mapping[str, Any] | None,
+    trust_remote_code: bool,
+) -> CaptureJob:
+    identity, plan = manifest.identity, manifest.plan
+    about = {
+        "format_version": "1",
+        "layers": ",".join(map(str, identity.layers)),
+        "dtype": identity.dtype,
+        "hidden_size": str(identity.hidden_size),
+        "model": identity.model,
+        "version": hsray.__version__,
+        "engine": identity.engine,
+    }
+    return CaptureJob(
+        engine=identity.engine,
+        options=EngineOptions(
+            model=model,
+            layers=identity.layers,
+            max_tokens=plan.longest_prompt,
+            buffer_tokens=max(plan.shard_tokens),
+            trust_remote_code=trust_remote_code,
+            engine_args=identity.engine_args,
+        ),
+        out=store.url,
+        storage_options=storage_options,
+        schema=shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.dtype, metadata=about),
+    )
+
+
+def _capture(
+    job: CaptureJob, manifest: Manifest, pending: list[int], engines: int | None, report: BuildReport, progress: bool
+) -> None:
+    """Streams the pending shards to the engine actors and gathers their receipts."""
+    import ray
+    import ray.data
+    from tqdm import tqdm
+
+    files = _pending_files(manifest.plan.files, pending)
+    gpus_each = int(job.options.engine_args.get("tp_size", 1)) if ray.cluster_resources().get("GPU") else 0
+    if engines is None:
+        engines = max(1, int(ray.cluster_resources().get("GPU", 0)) // gpus_each) if gpus_each else 1
+    receipts = (
+        ray.data.from_items(files, override_num_blocks=len(files))
+        .map_batches(_read_plan, fn_kwargs={"job": job}, batch_size=1, batch_format="pyarrow")
+        .repartition(target_num_rows_per_block=SHARDS_PER_TASK, strict=True)  # not strict, Ray fuses the three stages
+        .map_batches(
+            CaptureWorker,
+            fn_constructor_args=(job,),
+            batch_size=None,
+            batch_format="pyarrow",
+            num_cpus=1,
+            num_gpus=gpus_each,
+            compute=ray.data.ActorPoolStrategy(size=min(engines, len(pending)), max_tasks_in_flight_per_actor=2),
+        )
+    )
+    num_tokens = sum(manifest.plan.shard_tokens[shard] for shard in pending)
+    with tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="hidden states", disable=not progress) as bar:
+        for block in _blocks(receipts):
+            for receipt in (Receipt(**row) for row in block.to_pylist()):
+                _add_receipt(report, receipt)
+                bar.set_postfix_str(f"{report.new_shards}/{len(pending)} shards, {report.nbytes / 1e6:,.0f} MB", refresh=False)
+                bar.update(receipt.tokens)
+
+
+def _pending_files(files: Sequence[PlanFile], pending: list[int]) -> list[dict[str, Any]]:
+    """The plan files that hold pending shards, each with the numbers of those."""
+    waiting = set(pending)
+    rows = []
+    for file in files:
+        shards = [s for s in range(file.first_shard, file.first_shard + file.num_shards) if s in waiting]
+        if shards:
+            rows.append({**asdict(file), "shards": shards})
+    return rows
+
+
+def _read_plan(batch: pa.Table, *, job: CaptureJob) -> Iterator[pa.Table]:
+    """The pending rows of a plan file, a task's worth at a time."""
+    store = Store(job.out, job.storage_options)
+    for row in batch.to_pylist():
+        file = PlanFile(**{item.name: row[item.name] for item in fields(PlanFile)})
+        plan = read_plan_file(store, file).take([shard - file.first_shard for shard in row["shards"]])
+        for start in range(0, len(plan), SHARDS_PER_TASK):
+            yield plan.slice(start, SHARDS_PER_TASK)
+
+
+class CaptureWorker:
+    """An actor that owns one engine and one writer thread."""
+
+    def __init__(self, job: CaptureJob):
+        started = time.monotonic()
+        _use_all_cores()
+        self._engine = open_engine(job.engine, job.options)
+        self._store = Store(job.out, job.storage_options)
+        versions = {b"hsray.engine_version": self._engine.version.encode()}
+        self._schema = job.schema.with_metadata({**job.schema.metadata, **versions})
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hsray-writer")
+        self._engine_start_s = time.monotonic() - started
+
+    def __call__(self, shards: pa.Table) -> Iterator[pa.Table]:
+        """Captures and publishes a task's shards; yields a receipt for each, in order, once it is published."""
+        writing: deque[Future[Receipt]] = deque()
+        for row in range(len(shards)):
+            writing.append(self._start_shard(_shard_prompts(shards.slice(row, 1))))
+            while writing[0].done() or len(writing) >= self._engine.options.num_buffers:
+                yield _receipt_table(writing.popleft().result())
+                if not writing:
+                    break
+        while writing:
+            yield _receipt_table(writing.popleft().result())
+
+    def _start_shard(self, prompts: ShardPrompts) -> "Future[Receipt]":
+        """Captures a shard and hands it to the writer."""
+        receipt = Receipt(
+            shard=prompts.shard,
+            prompts=len(prompts.prompt_ids),
+            tokens=sum(prompts.lengths),
+            nbytes=0,
+            captured=False,
+            engine_start_s=self._engine_start_s,
+            started_at=time.time(),
+            published_at=time.time(),
+            wait_s=0.0,
+            capture_s=0.0,
+            write_s=0.0,
+        )
+        if self._store.exists(shard_name(prompts.shard)):
+            present: Future[Receipt] = Future()
+            present.set_result(receipt)
+            return present
+        asked = time.monotonic()
+        buffer = self._engine.buffer(receipt.tokens)
+        lent = time.monotonic()
+        try:
+            self._capture_prompts(prompts, buffer)
+        except BaseException:
+            buffer.release()
+            raise
+        receipt = replace(receipt, captured=True, wait_s=lent - asked, capture_s=time.monotonic() - lent)
+        return self._writer.submit(self._publish, prompts, buffer, receipt)
+
+    def _capture_prompts(self, prompts: ShardPrompts, buffer: ShardBuffer) -> None:
+        row = 0
+        for prompt_id, input_ids in zip(prompts.prompt_ids, prompts.input_ids, strict=True):
+            try:
+                self._engine.capture(input_ids, into=buffer, at=row)
+            except CaptureError as error:
+                raise type(error)(f"prompt {prompt_id!r} of shard {prompts.shard}: {error}") from error
+            row += len(input_ids)
+
+    def _publish(self, prompts: ShardPrompts, buffer: ShardBuffer, receipt: Receipt) -> Receipt:
+        started = time.monotonic()
+        name = shard_name(prompts.shard)
+        try:
+            table = shard_table(prompts, buffer.states, self._schema)
+            with self._store.staged(name) as sink:
+                write_table(table, sink)
+                nbytes = sink.tell()
+        finally:
+            table = None
+            buffer.release()
+        return replace(receipt, nbytes=nbytes, published_at=time.time(), write_s=time.monotonic() - started)
+
+
+def _use_all_cores() -> None:
+    """Ray sets one thread for each CPU an actor reserves; an engine without a GPU needs the machine's cores."""
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+
+
+def _shard_prompts(row: pa.Table) -> ShardPrompts:
+    values = row.to_pylist()[0]
+    return ShardPrompts(
+        shard=values["shard"],
+        prompt_ids=values["prompt_id"],
+        input_ids=values["input_ids"],
+        loss_masks=values["loss_mask"],
+    )
+
+
+def _receipt_table(receipt: Receipt) -> pa.Table:
+    return pa.Table.from_pylist([asdict(receipt)])
+
+
+def _report(manifest: Manifest, store: Store) -> BuildReport:
+    plan = manifest.plan
+    return BuildReport(
+        out=store.url,
+        layers=manifest.identity.layers,
+        prompts=sum(plan.shard_prompts),
+        tokens=sum(plan.shard_tokens),
+        shards=plan.num_shards,
+        nbytes=0,
+        dropped=plan.num_dropped,
+    )
+
+
+def _add_receipt(report: BuildReport, receipt: Receipt) -> None:
+    report.nbytes += receipt.nbytes
+    report.engine_start_s = max(report.engine_start_s, receipt.engine_start_s)
+    if receipt.captured:
+        report.first_started_at = min(report.first_started_at, receipt.started_at)
+        report.last_published_at = max(report.last_published_at, receipt.published_at)
+        report.new_shards += 1
+        report.new_tokens += receipt.tokens
+    for name in ("capture", "wait", "write"):
+        report.seconds[name] = report.seconds.get(name, 0.0) + getattr(receipt, f"{name}_s")
+
+
+def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {value / max(whole_s, 1e-9):.0%}" for name, value in ordered)
+
+
+def _blocks(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
+    """A Ray dataset's blocks, in order; an error raised in a worker is raised here as itself."""
+    from ray.exceptions import RayTaskError
+
+    try:
+        for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+            if block.num_columns:
+                yield block
+    except RayTaskError as error:
+        raise _own_error(error) from error
+
+
+def _own_error(error: BaseException) -> BaseException:
+    """The exception that a worker raised, out of Ray's wrappings."""
+    while type(error).__module__.split(".")[0] == "ray":
+        inner = getattr(error, "cause", None) or error.__cause__
+        if inner is None:
+            break
+        error = inner
+    return error
+
+
+@contextmanager
+def _ray_data() -> Iterator[None]:
+    """Ray, connected or started, with Ray Data quiet, patient, and keeping rows in order; restored afterwards."""
+    import ray
+    import ray.data
+
+    if not ray.is_initialized():
+        _start_ray()
+    context = ray.data.DataContext.get_current()
+    wanted = {
+        "enable_progress_bars": False,
+        "print_on_execution_start": False,
+        # A shard may take minutes, and an engine longer to load; Ray would end the build.
+        "execution_no_progress_timeout_s": -1,
+        "max_errored_blocks": 0,
+    }
+    before = {name: getattr(context, name) for name in wanted}
+    before_order = context.execution_options.preserve_order
+    data_logger = logging.getLogger("ray.data")
+    before_level = data_logger.level
+    try:
+        for name, value in wanted.items():
+            setattr(context, name, value)
+        context.execution_options.preserve_order = True
+        data_logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(context, name, value)
+        context.execution_options.preserve_order = before_order
+        data_logger.setLevel(before_level)
+
+
+def _start_ray() -> None:
+    """Connects to the cluster that RAY_ADDRESS names, or starts Ray here, with no more words than its errors."""
+    import ray
+
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    # Ray's C++ core prints a known false alarm for every actor pool (ray-project/ray#57733).
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    ray.init(logging_level=logging.ERROR, log_to_driver=False)

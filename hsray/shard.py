@@ -1,0 +1,170 @@
+"""The format: a schema, tensors to bytes and back, one shard to one Parquet file.
+
+One row is one prompt. A layer's column holds the prompt's states as one ``large_binary`` value: T x D numbers,
+row-major, little-endian, in the dtype that the field's metadata names; T is the column ``num_tokens``. Arrow and
+Parquet have no bfloat16, and every other type for these numbers is slower, larger or read wrongly by some reader.
+
+    prompt_id: string   num_tokens: int32   input_ids: list<int32>   loss_mask: list<bool>   layer_<i>: large_binary
+
+Field metadata of a layer: ``hsray.layer``, ``hsray.dtype``, ``hsray.hidden_size``. File metadata: ``hsray.*``.
+
+Shapes: T tokens of a prompt, S tokens of a shard, D hidden size.
+"""
+
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hsray.layers import Layer, column_name
+from hsray.model import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+#: Short prompts share a row group up to this; a longer prompt has one alone, so that reading a prompt reads its own.
+ROW_GROUP_BYTES = 16 << 20
+
+
+class ShardError(ValueError):
+    """A shard's content is not what it must be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPrompts:
+    """The prompts of one shard, as the plan lists them."""
+
+    shard: int
+    prompt_ids: Sequence[str]
+    input_ids: Sequence[Sequence[int]]
+    loss_masks: Sequence[Sequence[bool]]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(ids) for ids in self.input_ids]
+
+
+def shard_schema(
+    layers: Sequence[Layer], *, hidden_size: int, dtype: str, metadata: Mapping[str, str] | None = None
+) -> pa.Schema:
+    """The Arrow schema of a shard; `metadata` is added to the file's, each name under ``hsray.``."""
+    fields = [
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("num_tokens", pa.int32(), nullable=False),
+        pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
+    ]
+    for layer in layers:
+        about = {"hsray.layer": str(layer), "hsray.dtype": dtype, "hsray.hidden_size": str(hidden_size)}
+        fields.append(pa.field(column_name(layer), pa.large_binary(), nullable=False, metadata=about))
+    named = {f"hsray.{name}": value for name, value in (metadata or {}).items()}
+    return pa.schema(fields, metadata=named)
+
+
+def shard_table(prompts: ShardPrompts, states: "Mapping[Layer, torch.Tensor]", schema: pa.Schema) -> pa.Table:
+    """A shard as an Arrow table whose layer columns are views of `states` (layer -> [S, D], contiguous).
+
+    Raises:
+        ShardError: a layer's shape is not [S, D], or a number is not finite; it names the prompt.
+    """
+    lengths = prompts.lengths
+    ends = np.cumsum([0, *lengths])
+    columns = [
+        pa.array(prompts.prompt_ids, pa.string()),
+        pa.array(lengths, pa.int32()),
+        pa.array(prompts.input_ids, pa.list_(pa.int32())),
+        pa.array(prompts.loss_masks, pa.list_(pa.bool_())),
+    ]
+    for layer, hidden_SD in states.items():
+        check_states(hidden_SD, layer, prompts, ends)
+        row_bytes = hidden_SD.shape[1] * hidden_SD.element_size()
+        offsets = pa.py_buffer((ends * row_bytes).astype(np.int64))
+        values = pa.py_buffer(_bytes_of(hidden_SD))
+        columns.append(pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), [None, offsets, values]))
+    return pa.table(columns, schema=schema)
+
+
+def check_states(hidden_SD: "torch.Tensor", layer: Layer, prompts: ShardPrompts, ends: np.ndarray) -> None:
+    """Raises ShardError unless a layer has a row for each token and every number is finite."""
+    import torch
+
+    if hidden_SD.dim() != 2 or hidden_SD.shape[0] != ends[-1] or not hidden_SD.is_contiguous():
+        raise ShardError(f"layer {layer!r} of shard {prompts.shard}: shape {list(hidden_SD.shape)}, {ends[-1]} rows wanted")
+    if torch.isfinite(hidden_SD).all():
+        return
+    bad = (~torch.isfinite(hidden_SD)).any(dim=1).nonzero()[:, 0].tolist()
+    named = sorted({prompts.prompt_ids[int(np.searchsorted(ends, row, side="right")) - 1] for row in bad})
+    raise ShardError(
+        f"layer {layer!r} of shard {prompts.shard} has NaN or infinite numbers in {len(bad)} rows of the prompts "
+        f"{', '.join(map(repr, named[:8]))}; the model overflows in this dtype: try dtype='bfloat16' or 'float32'"
+    )
+
+
+def write_table(table: pa.Table, sink: IO[bytes]) -> None:
+    """Writes a shard's table as a Parquet file: uncompressed, one row group a prompt or up to `ROW_GROUP_BYTES`."""
+    writer = pq.ParquetWriter(
+        sink,
+        table.schema,
+        compression="none",
+        # A page of several values may not pass 2 GiB; states neither repeat nor sort.
+        write_batch_size=1,
+        use_dictionary=False,
+        write_statistics=["prompt_id", "num_tokens"],
+    )
+    with writer:
+        for start, stop in row_groups(table):
+            writer.write_table(table.slice(start, stop - start), row_group_size=stop - start)
+
+
+def row_groups(table: pa.Table) -> Iterator[tuple[int, int]]:
+    """The row ranges that share a row group."""
+    layers = [table.schema.field(name).metadata for name in table.column_names if name.startswith("layer_")]
+    row_bytes = sum(int(about[b"hsray.hidden_size"]) * DTYPE_BYTES[about[b"hsray.dtype"].decode()] for about in layers)
+    start = num_bytes = 0
+    for row, num_tokens in enumerate(table["num_tokens"].to_pylist()):
+        if row > start and num_bytes + num_tokens * row_bytes > ROW_GROUP_BYTES:
+            yield start, row
+            start, num_bytes = row, 0
+        num_bytes += num_tokens * row_bytes
+    yield start, len(table)
+
+
+def layer_columns(schema: pa.Schema) -> dict[Layer, str]:
+    """The layers of a shard: layer -> column name, in depth order."""
+    layers = {}
+    for field in schema:
+        if field.name.startswith("layer_"):
+            layer = field.name.removeprefix("layer_")
+            layers[int(layer) if layer.isdecimal() else layer] = field.name
+    return layers
+
+
+def to_tensor(column: pa.Array, row: int, field: pa.Field, num_tokens: int) -> "torch.Tensor":
+    """One prompt's states of one layer, [T, D], as a view of the Arrow buffer, which it keeps alive.
+
+    Raises:
+        ShardError: the value's bytes are not T x D numbers.
+    """
+    import torch
+
+    dtype, hidden_size = field.metadata[b"hsray.dtype"].decode(), int(field.metadata[b"hsray.hidden_size"])
+    _, offsets_buffer, values_buffer = column.buffers()
+    start, stop = np.frombuffer(offsets_buffer, np.int64)[column.offset + row : column.offset + row + 2].tolist()
+    wanted = num_tokens * hidden_size * DTYPE_BYTES[dtype]
+    if stop - start != wanted or not 0 <= start <= stop <= values_buffer.size:
+        raise ShardError(f"column {field.name!r}, row {row}: {stop - start} bytes; {wanted} are {num_tokens} x {hidden_size} {dtype}")
+    memory = (ctypes.c_char * wanted).from_address(values_buffer.address + start)
+    memory.owner = values_buffer  # ctypes holds an address, not its owner
+    return torch.frombuffer(memory, dtype=getattr(torch, dtype)).view(num_tokens, hidden_size)
+
+
+def _bytes_of(tensor: "torch.Tensor") -> np.ndarray:
+    """A contiguous CPU tensor's memory as bytes, without a copy."""
+    import torch
+
+    return tensor.view(torch.uint8).view(-1).numpy()

@@ -1,0 +1,143 @@
+"""The few things asked of a filesystem: list a folder, read, and publish whole bytes or nothing.
+
+Every URL is resolved here, by fsspec. An object appears under its final name complete or not at all: locally as a
+temporary sibling, synced and renamed; elsewhere as one put of the finished bytes. (Closing a half-written fsspec
+file publishes the half.)
+"""
+
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any
+
+import fsspec
+import pyarrow as pa
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+#: Marks the temporary siblings, so that a later run can sweep what a killed one left.
+TEMPORARY_PREFIX = ".hsray-tmp-"
+
+
+class Store:
+    """A folder on some filesystem."""
+
+    def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None):
+        self.url = os.fspath(url)
+        self._fs: fsspec.AbstractFileSystem
+        self._fs, root = url_to_fs(self.url, **(storage_options or {}))
+        self._root = root.rstrip("/")
+        # A listing that fsspec remembers would hide what other processes publish.
+        self._fs.use_listings_cache = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the folder is on a filesystem of this machine."""
+        return isinstance(self._fs, LocalFileSystem)
+
+    def path(self, name: str) -> str:
+        """The filesystem's own path of an object."""
+        return f"{self._root}/{name}"
+
+    def list(self, folder: str = "") -> dict[str, int]:
+        """The objects and folders in a folder: name -> bytes (0 for a folder). A missing folder is empty."""
+        path = self.path(folder) if folder else self._root
+        self._fs.invalidate_cache()
+        try:
+            entries = self._fs.ls(path, detail=True)
+        except FileNotFoundError:
+            return {}
+        names = {entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry for entry in entries}
+        return {
+            name: entry.get("size") or 0
+            for name, entry in names.items()
+            if not name.startswith(TEMPORARY_PREFIX) and name and entry["name"].rstrip("/") != path
+        }
+
+    def exists(self, name: str) -> bool:
+        """Whether an object has been published."""
+        self._fs.invalidate_cache()
+        return self._fs.exists(self.path(name))
+
+    def read(self, name: str) -> bytes:
+        """An object's bytes."""
+        return self._fs.cat_file(self.path(name))
+
+    def open(self, name: str) -> IO[bytes]:
+        """An object opened for reading at random."""
+        return self._fs.open(self.path(name), "rb")
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Makes `data` the object's whole content, at once."""
+        with self.staged(name) as sink:
+            sink.write(data)
+
+    @contextmanager
+    def staged(self, name: str) -> Iterator[IO[bytes]]:
+        """A file to write an object into; published when the block ends, forgotten when it raises."""
+        with self._staged_local(name) if self.is_local else self._staged_remote(name) as sink:
+            yield sink
+
+    @contextmanager
+    def _staged_local(self, name: str) -> Iterator[IO[bytes]]:
+        final = self.path(name)
+        folder = os.path.dirname(final)
+        os.makedirs(folder, exist_ok=True)
+        # The sibling's name is random: a writer that outlived its driver may be publishing the same object.
+        temporary = f"{folder}/{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+        try:
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, final)
+        except BaseException:
+            with _ignoring_missing():
+                os.unlink(temporary)
+            raise
+        _fsync_folder(folder)
+
+    @contextmanager
+    def _staged_remote(self, name: str) -> Iterator[IO[bytes]]:
+        sink = pa.BufferOutputStream()
+        yield sink
+        self._fs.pipe_file(self.path(name), memoryview(sink.getvalue()))
+
+    def remove(self, name: str) -> None:
+        """Removes an object that exists."""
+        self._fs.rm_file(self.path(name))
+
+    def sweep(self, folder: str) -> None:
+        """Removes the temporary siblings that killed writers left in a local folder."""
+        path = self.path(folder)
+        if self.is_local and os.path.isdir(path):
+            for entry in os.scandir(path):
+                if entry.name.startswith(TEMPORARY_PREFIX):
+                    with _ignoring_missing():
+                        os.unlink(entry.path)
+
+    def check_writable(self) -> None:
+        """Raises PermissionError or OSError, naming the folder, where nothing can be published."""
+        probe = f"{TEMPORARY_PREFIX}probe"
+        try:
+            self.publish(probe, b"hsray")
+            self.remove(probe)
+        except OSError as error:
+            raise type(error)(f"{self.url!r} cannot be written: {error}; give an out= that can") from error
+
+
+@contextmanager
+def _ignoring_missing() -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+
+
+def _fsync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

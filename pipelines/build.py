@@ -1,0 +1,70 @@
+"""Builds, or resumes, a dataset of hidden states: `hsray.build` on the command line, one flag for each keyword.
+
+    ray job submit --working-dir . -- python pipelines/build.py \\
+        --model Qwen/Qwen3-8B --dataset prompts.jsonl --layers eagle3 --out s3://bucket/x
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+
+import hsray
+from hsray.engine import CaptureError
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from ``"256MiB"``, ``"1.5GB"`` or ``"1000000"``."""
+    match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", text.strip())
+    if not match or match[2].upper() not in UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write for example 256MiB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser; its flags are `hsray.build`'s keywords."""
+    parser = argparse.ArgumentParser(
+        description="Build a dataset of a language model's hidden states. Saying the same again resumes it.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--dataset", required=True, nargs="+", metavar="PATH",
+        help="JSONL or Parquet files or globs; a row has 'messages', 'text' or 'input_ids' (with 'loss_mask'), and 'id'")
+    add("--model", required=True, help="a local folder or a hub name that every node can read")
+    add("--layers", required=True, nargs="+", metavar="LAYER",
+        help="block outputs 0..N-1 (-1 is the last), 'embed', 'final', or one preset: eagle3, speculators-v1")
+    add("--out", required=True, metavar="URL", help="the dataset's folder, on any fsspec target; one begun there is resumed")
+    add("--engine", default="sglang", choices=["sglang", "transformers"],
+        help="what runs the model; transformers is slower and takes models that SGLang lacks")
+    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="arguments for the engine itself, such as '{\"tp_size\": 2}'")
+    add("--engines", type=int, help="engine actors; by default as many as the cluster's GPUs allow, or one without a GPU")
+    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
+        help="what the engine computes in and the states are stored in; auto is the checkpoint's own")
+    add("--max-tokens", type=int, help="the longest prompt allowed; by default the model's context")
+    add("--too-long", default="error", choices=["error", "drop"],
+        help="a longer prompt ends the build, or is dropped, counted and listed in dropped.parquet")
+    add("--shard-bytes", type=parse_bytes, default=256 << 20, metavar="BYTES", help="states in one shard, about; 256MiB, 1GB")
+    add("--storage-options", type=json.loads, metavar="JSON", help="for the filesystem of --dataset and --out; never stored")
+    add("--trust-remote-code", action="store_true", help="let the model's own code run")
+    add("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Builds as the flags say; prints the report, or one error."""
+    arguments = vars(make_parser().parse_args(argv))
+    if len(arguments["layers"]) == 1:
+        arguments["layers"] = arguments["layers"][0]
+    try:
+        print(hsray.build(arguments.pop("dataset"), **arguments))
+    except (ValueError, OSError, ImportError, CaptureError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
