@@ -1,7 +1,7 @@
 """hsray turns prompts into a dataset of a language model's hidden states.
 
-    report = hsray.build("prompts.jsonl", model="Qwen/Qwen3-8B", layers=[9, 19, "final"], out="s3://bucket/x")
-    hsray.read("s3://bucket/x")[0]["hidden_states"][9]      # bfloat16 [T, D]
+report = hsray.build("prompts.jsonl", model="Qwen/Qwen3-8B", layers=[9, 19, "final"], out="s3://bucket/x")
+hsray.read("s3://bucket/x")[0]["hidden_states"][9]      # bfloat16 [T, D]
 """
 
 from typing import TYPE_CHECKING, Any

@@ -13,8 +13,8 @@ Shapes: B tokens of a batch, S tokens of a shard, D hidden size.
 """
 
 import functools
-import inspect
 import json
+import math
 import mmap
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hsray.canary import Canary, block_input, norm_input
 from hsray.layers import Layer, boundary
 
 if TYPE_CHECKING:
@@ -38,12 +39,17 @@ class CapturePlan:
     """In depth order: the order of the blocks in a shard's memory."""
     num_layers: int
     hidden_size: int
+    vocab_size: int
     dtype: str
     buffer_paths: tuple[str, ...]
     """Shared-memory files, one for each shard in flight."""
     control_path: str
     cpu_threads: int | None
     """PyTorch threads where there is no GPU; None leaves them."""
+
+
+#: The sequence number of an engine's first request, which `hsray.canary` judges.
+CANARY_SEQUENCE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,15 +142,14 @@ def run_scheduler(plan: CapturePlan, server_args: Any, port_args: Any, gpu_id: i
     """Stands in for SGLang's `run_scheduler_process`: installs the capture, then calls it.
 
     The argument order up to `tp_rank` is the same in every supported version. Under tensor parallelism every rank
-    holds the same full-width states where they are read; rank 0 alone copies them.
+    reads the same full-width states, since reading may complete a sum over the ranks; rank 0 alone copies them.
     """
     import torch
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     if plan.cpu_threads is not None:
         torch.set_num_threads(plan.cpu_threads)
-    if tp_rank == 0:
-        install(SchedulerCapture(plan))
+    install(SchedulerCapture(plan, writes=tp_rank == 0))
     run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args)
 
 
@@ -201,13 +206,14 @@ class _Batch:
 class SchedulerCapture:
     """The capture's state in the scheduler process."""
 
-    def __init__(self, plan: CapturePlan):
-        self._plan = plan
+    def __init__(self, plan: CapturePlan, *, writes: bool):
+        self._plan, self._writes = plan, writes
         self._control = ControlPage(plan.control_path)
         self._memories: list[torch.Tensor] = []
         self._batch: _Batch | None = None
         self._rows_done: dict[int, int] = {}
         self._on_gpu = False
+        self._canary: Canary | None = None
 
     def attach(self, model: "torch.nn.Module") -> None:
         """Hooks the loaded model's blocks and maps the shared memory. Raises: nothing runs yet, so SGLang reports it."""
@@ -218,8 +224,11 @@ class SchedulerCapture:
                 module, read = (norm, norm_input) if block == len(blocks) else (blocks[block], block_input)
                 module.register_forward_pre_hook(self._pre_hook(layer, read), with_kwargs=True)
         self._on_gpu = next(model.parameters()).is_cuda
+        if not self._writes:
+            return
+        self._canary = Canary(model, blocks, norm)
         self._memories = [map_memory(path, register=self._on_gpu) for path in self._plan.buffer_paths]
-        self._control.describe({"architecture": type(model).__name__, "num_layers": len(blocks)})
+        self._control.describe({"architecture": type(model).__name__})
 
     def _pre_hook(self, layer: Layer, read: "Callable[..., torch.Tensor]") -> Callable[..., None]:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -239,7 +248,9 @@ class SchedulerCapture:
         if self._batch is None:
             return
         try:
-            self._copy(layer, state(), self._batch)
+            state_BD = state()
+            if self._writes:
+                self._copy(layer, state_BD, self._batch)
             self._batch.taken.append(layer)
         except Exception:
             self._fail(f"layer {layer!r} could not be copied")
@@ -247,15 +258,19 @@ class SchedulerCapture:
     def end(self) -> None:
         """Enters the finished rows in the ledger, once the copies are complete."""
         batch, self._batch = self._batch, None
-        if batch is None:
+        if batch is None or not self._writes:
             return
         try:
             if sorted(map(str, batch.taken)) != sorted(map(str, self._plan.layers)):
-                raise RuntimeError(f"one pass gave layers {batch.taken}; {list(self._plan.layers)} were wanted, each once")
+                raise RuntimeError(
+                    f"one pass gave layers {batch.taken}; {list(self._plan.layers)} were wanted, each once"
+                )
             if self._on_gpu:
                 import torch
 
                 torch.cuda.current_stream().synchronize()
+            if self._canary is not None:
+                self._judge(batch.requests[0].ticket)
             for request in batch.requests:
                 self._finish(request)
         except Exception:
@@ -266,7 +281,9 @@ class SchedulerCapture:
         if not any(tickets):
             return None
         if not all(tickets) or not forward_batch.forward_mode.is_extend():
-            raise RuntimeError(f"a {forward_batch.forward_mode} batch of requests {forward_batch.rids}; prefill was wanted")
+            raise RuntimeError(
+                f"a {forward_batch.forward_mode} batch of requests {forward_batch.rids}; prefill was wanted"
+            )
         requests, batch_row = [], 0
         lengths, prefixes = map(list, (forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu))
         for ticket, num_rows, first_row in zip(tickets, map(int, lengths), map(int, prefixes), strict=True):
@@ -288,17 +305,35 @@ class SchedulerCapture:
             raise RuntimeError("the state is one rank's partial sum: all-reduce fusion must be off")
         # Graph replay and sharded layouts change the row count; padding may only follow the real rows.
         if state_BD.dim() != 2 or state_BD.shape[1] != plan.hidden_size or state_BD.shape[0] < batch.num_rows:
-            raise RuntimeError(f"a state of shape {list(state_BD.shape)}; [{batch.num_rows}, {plan.hidden_size}] was wanted")
+            raise RuntimeError(
+                f"a state of shape {list(state_BD.shape)}; [{batch.num_rows}, {plan.hidden_size}] was wanted"
+            )
         if state_BD.dtype != dtype:
             raise RuntimeError(f"a state of {state_BD.dtype}; {dtype} was wanted: open the engine with that dtype")
-        position = plan.layers.index(layer)
         for request in batch.requests:
-            ticket = request.ticket
-            hidden_LSD = self._memories[ticket.buffer][: len(plan.layers) * ticket.shard_tokens * plan.hidden_size * dtype.itemsize]
-            hidden_LSD = hidden_LSD.view(dtype).view(len(plan.layers), ticket.shard_tokens, plan.hidden_size)
-            start = ticket.row + request.first_row
+            hidden_SD = self._states(request.ticket)[layer]
+            start = request.ticket.row + request.first_row
             rows_BD = state_BD[request.batch_row : request.batch_row + request.num_rows]
-            hidden_LSD[position, start : start + request.num_rows].copy_(rows_BD, non_blocking=True)
+            hidden_SD[start : start + request.num_rows].copy_(rows_BD, non_blocking=True)
+
+    def _judge(self, ticket: Ticket) -> None:
+        """Lets the canary judge its prompt's states, and notes which tokens the LM head may choose after it."""
+        canary, self._canary = self._canary, None
+        states = {layer: hidden_SD[: ticket.num_tokens] for layer, hidden_SD in self._states(ticket).items()}
+        faults = canary.judge(states, self._plan.dtype)
+        if faults:
+            raise RuntimeError("the canary's states are wrong: " + "; ".join(faults))
+        choices = canary.choices(states["final"], self._plan.vocab_size) if "final" in states else None
+        self._control.describe({**self._control.description, "choices": choices})
+
+    def _states(self, ticket: Ticket) -> "dict[Layer, torch.Tensor]":
+        """A shard's memory by layer, [S, D] each."""
+        import torch
+
+        plan, dtype = self._plan, getattr(torch, self._plan.dtype)
+        shape = (len(plan.layers), ticket.shard_tokens, plan.hidden_size)
+        memory = self._memories[ticket.buffer][: math.prod(shape) * dtype.itemsize]
+        return dict(zip(plan.layers, memory.view(dtype).view(shape), strict=True))
 
     def _finish(self, request: _Request) -> None:
         sequence, num_rows = request.ticket.sequence, request.first_row + request.num_rows
@@ -311,33 +346,6 @@ class SchedulerCapture:
         # The scheduler must live on to answer the request, so that the engine can raise what is recorded here.
         self._batch = None
         self._control.report(f"{what}: {traceback.format_exc(limit=-4)}")
-
-
-def block_input(block: "torch.nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "torch.Tensor":
-    """The residual stream that enters a block, [B, D].
-
-    SGLang up to 0.5.20 passes a pending residual beside the last block's output; 0.5.23 keeps it, with whatever the
-    output still owes, on ``forward_batch.residual_stream``, for the classes moved to it.
-    """
-    arguments = _signature(type(block)).bind(block, *args, **kwargs).arguments
-    hidden_states = arguments["hidden_states"]
-    stream = getattr(arguments.get("forward_batch"), "residual_stream", None)
-    if stream is not None:
-        return stream.snapshot(hidden_states)
-    residual = arguments.get("residual")
-    return hidden_states if residual is None else hidden_states + residual
-
-
-def norm_input(_norm: "torch.nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "torch.Tensor":
-    """The residual stream that enters the final norm, [B, D]: its first argument, and the residual it adds, if any."""
-    hidden_states, *rest = args
-    residual = rest[0] if rest else kwargs.get("residual")
-    return hidden_states if residual is None else hidden_states + residual
-
-
-@functools.cache
-def _signature(block_type: type) -> inspect.Signature:
-    return inspect.signature(block_type.forward)
 
 
 def find_decoder(model: "torch.nn.Module", num_layers: int) -> "tuple[Sequence[torch.nn.Module], torch.nn.Module]":

@@ -97,7 +97,9 @@ class CaptureEngine(AbstractContextManager, ABC):
             queue.Empty: nothing was given back within `timeout_s`.
         """
         if not 0 < num_tokens <= self.options.buffer_tokens:
-            raise ValueError(f"a shard of {num_tokens} tokens; the engine was opened for 1..{self.options.buffer_tokens}")
+            raise ValueError(
+                f"a shard of {num_tokens} tokens; the engine was opened for 1..{self.options.buffer_tokens}"
+            )
         index = self._free.get(timeout=timeout_s)
         return ShardBuffer(
             index=index, memory=self._memories[index], num_tokens=num_tokens, options=self.options, home=self._free

@@ -6,24 +6,26 @@ prompt; one that could hand out wrong rows refuses to open.
 """
 
 import asyncio
+import atexit
 import functools
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hsray.capture import CapturePlan, ControlPage, Ticket, map_memory, run_scheduler
 from hsray.engine import CaptureEngine, CaptureError, EngineDied, EngineOptions, ShardBuffer
-
 
 #: What keeps a prefill whole, eager and one's own. Each of these, left to SGLang's choice in some supported version,
 #: loses rows, mixes prompts or captures a partial sum.
 SAFE_ARGS: dict[str, Any] = {
     "disable_radix_cache": True,  # a cached prefix is not computed again, so its rows would be missing
-    "chunked_prefill_size": -1,
     "enable_mixed_chunk": False,  # adds decode rows to a prefill batch
     "disable_overlap_schedule": True,  # a reply must follow its own pass; slower with one request in flight, too
     "disable_cuda_graph": True,  # a replayed graph runs no hooks, pads rows and reuses its buffers
@@ -46,7 +48,10 @@ SAFE_ARGS: dict[str, Any] = {
 #: The request is refused unless its length stays this far below the context and the cache (SGLang keeps a reserve).
 TOKEN_RESERVE = 64
 
-CANARY_TOKENS = 7
+#: SGLang's cache must hold this many tokens even where prompts are short.
+MIN_PREFILL_TOKENS = 2048
+
+CANARY_TOKENS = 31
 
 
 class SGLangEngine(CaptureEngine):
@@ -77,6 +82,7 @@ class SGLangEngine(CaptureEngine):
                 layers=options.layers,
                 num_layers=options.model.num_layers,
                 hidden_size=options.model.hidden_size,
+                vocab_size=options.model.vocab_size,
                 dtype=options.model.dtype,
                 buffer_paths=tuple(paths),
                 control_path=_make_file(folder, "control", ControlPage.NUM_BYTES),
@@ -84,10 +90,15 @@ class SGLangEngine(CaptureEngine):
             )
             self._control = ControlPage(plan.control_path)
             super().__init__(options, [map_memory(path, register=False) for path in paths])
+            before = set(psutil.Process().children(recursive=True))
             try:
                 self._sglang = _start(plan, options)
             except Exception as error:
                 raise EngineDied(f"SGLang {self.version} did not start on {options.model.model!r}: {error}") from error
+            finally:
+                if self._sglang is None:
+                    _end(_engine_processes(before))
+        self._children = _engine_processes(before)
         self._died = _watch_children(self._sglang)
         try:
             self._handshake()
@@ -105,23 +116,29 @@ class SGLangEngine(CaptureEngine):
             row=at,
             num_tokens=len(input_ids),
         )
-        self._sglang.loop.run_until_complete(self._request(ticket, list(input_ids)))
-        self._check(ticket)
+        self._generate(ticket, input_ids, max_new_tokens=0)
 
-    async def _request(self, ticket: Ticket, input_ids: list[int]) -> None:
+    def _generate(self, ticket: Ticket, input_ids: Sequence[int], *, max_new_tokens: int) -> list[int]:
+        reply = self._sglang.loop.run_until_complete(self._request(ticket, list(input_ids), max_new_tokens))
+        self._check(ticket)
+        return reply["output_ids"]
+
+    async def _request(self, ticket: Ticket, input_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
+        """SGLang's reply to one request; max_new_tokens=0 makes it a prefill and nothing else."""
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
         request = asyncio.ensure_future(
-            self._sglang.async_generate(
-                input_ids=input_ids, sampling_params={"max_new_tokens": 0, "temperature": 0}, rid=ticket.rid()
-            )
+            self._sglang.async_generate(input_ids=input_ids, sampling_params=sampling, rid=ticket.rid())
         )
         done, _ = await asyncio.wait({request, self._died}, return_when=asyncio.FIRST_COMPLETED)
         if request not in done:
             request.cancel()
             words = self._control.error or "its log says why; a kill by the kernel (memory) leaves no words"
             raise EngineDied(f"SGLang's scheduler process died during a prompt of {ticket.num_tokens} tokens: {words}")
-        reason = (await request)["meta_info"].get("finish_reason") or {}
+        reply = await request
+        reason = reply["meta_info"].get("finish_reason") or {}
         if reason.get("type") == "abort":
             raise CaptureError(f"SGLang refused a prompt of {ticket.num_tokens} tokens: {reason.get('message')}")
+        return reply
 
     def _check(self, ticket: Ticket) -> None:
         error = self._control.error
@@ -133,35 +150,54 @@ class SGLangEngine(CaptureEngine):
             raise CaptureError(f"SGLang computed {num_rows} rows of a prompt of {ticket.num_tokens} tokens")
 
     def _handshake(self) -> None:
-        """Runs a canary: every number of every layer must be written and finite."""
-        description = self._control.description
-        if description is None:
-            raise CaptureError(f"SGLang {self.version} loaded the model without the capture; this version is not supported")
+        """Runs the canary: every layer must be written and be what `hsray.canary` sees, by other ways, in the model."""
         import torch
 
+        if self._control.description is None:
+            raise CaptureError(f"SGLang {self.version} loaded the model without the capture: it is not supported")
         num_tokens = min(CANARY_TOKENS, self.options.max_tokens, self.options.buffer_tokens)
+        vocab_size = self.options.model.vocab_size
+        input_ids = [(7 * index + 3) % vocab_size for index in range(num_tokens)]
+        ticket = Ticket(sequence=next(self._sequence), buffer=0, shard_tokens=num_tokens, row=0, num_tokens=num_tokens)
         buffer = self.buffer(num_tokens)
+        for hidden_TD in buffer.states.values():
+            hidden_TD.fill_(torch.nan)
+        buffer.release()
+        advice = "use engine='transformers' for this model"
         try:
-            for hidden_TD in buffer.states.values():
-                hidden_TD.fill_(torch.nan)
-            self.capture([index % self.options.model.vocab_size for index in range(num_tokens)], into=buffer, at=0)
-            for layer, hidden_TD in buffer.states.items():
-                num_bad = int((~torch.isfinite(hidden_TD)).sum())
-                if num_bad:
-                    raise CaptureError(
-                        f"layer {layer!r} of {description['architecture']}: {num_bad} of {hidden_TD.numel()} canary "
-                        "numbers were not written or not finite; use engine='transformers'"
-                    )
-        finally:
-            buffer.release()
+            chosen = self._generate(ticket, input_ids, max_new_tokens=1)[0]
+        except EngineDied:
+            raise
+        except CaptureError as error:
+            raise CaptureError(
+                f"SGLang {self.version} on {self.options.model.architecture}: {error}; {advice}"
+            ) from error
+        description = self._control.description
+        if description["choices"] is not None and chosen not in description["choices"]:
+            raise CaptureError(
+                f"SGLang {self.version} on {description['architecture']}: after the canary it chose token {chosen}, but the "
+                f"LM head on the captured 'final' scores {description['choices'][:5]} best, so that is not what the head "
+                f"reads; {advice}"
+            )
 
     def close(self) -> None:
         sglang, self._sglang = self._sglang, None
-        if sglang is not None:
-            sglang.shutdown()
+        if sglang is None:
+            return
+        # SGLang's own shutdown kills every child of this process, whoever started it.
+        atexit.unregister(sglang.shutdown)
+        watchdog = getattr(sglang.tokenizer_manager, "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()
+        _end(self._children)
 
 
 def _check_engine_args(options: EngineOptions) -> None:
+    if options.engine_args.get("chunked_prefill_size", 1) < 1:
+        raise ValueError(
+            "engine_args['chunked_prefill_size'] must be positive: without chunks, SGLang 0.5.16 lets Gemma 3 attend to "
+            "later tokens; give a size over the longest prompt to keep prompts whole"
+        )
     for name, value in options.engine_args.items():
         if name in SAFE_ARGS and value != SAFE_ARGS[name]:
             raise ValueError(
@@ -179,13 +215,17 @@ def _start(plan: CapturePlan, options: EngineOptions) -> Any:
         run_scheduler_process_func = staticmethod(functools.partial(run_scheduler, plan))
 
     num_tokens = options.max_tokens + TOKEN_RESERVE
+    prefill_tokens = max(num_tokens, MIN_PREFILL_TOKENS)
     arguments = {
         "model_path": options.model.model,
         "dtype": options.model.dtype,
         "trust_remote_code": options.trust_remote_code,
         "context_length": num_tokens,
-        "max_total_tokens": max(num_tokens, 2048),
-        "max_prefill_tokens": max(num_tokens, 16384),
+        "max_total_tokens": prefill_tokens,
+        "max_prefill_tokens": prefill_tokens,
+        # Chunks as long as the longest prompt, so nothing is ever cut. Switched off altogether (-1), 0.5.16 attends to
+        # later tokens in Gemma 3, whose layers it takes for an encoder's when it sees neither chunks nor graphs.
+        "chunked_prefill_size": prefill_tokens,
         "random_seed": 0,
         "log_level": "error",
         "custom_sigquit_handler": _ignore_sigquit,
@@ -230,6 +270,19 @@ def _watch_children(sglang: Any) -> "asyncio.Future[None]":
 
     sglang.tokenizer_manager.signal_handler_class = Handler
     return died
+
+
+def _engine_processes(before: set[psutil.Process]) -> list[psutil.Process]:
+    """The processes started since, save Python's resource tracker, which serves all of this process."""
+    started = set(psutil.Process().children(recursive=True)) - before
+    return [process for process in started if not any("resource_tracker" in word for word in process.cmdline())]
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=30)
 
 
 def _make_file(folder: str, name: str, num_bytes: int) -> str:

@@ -32,12 +32,16 @@ class TransformersEngine(CaptureEngine):
         engine_args = dict(options.engine_args)
         device = engine_args.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
         self.version = version("transformers")
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            options.model.model,
-            dtype=getattr(torch, options.model.dtype),
-            trust_remote_code=options.trust_remote_code,
-            **engine_args,
-        ).to(device).eval()
+        self._model = (
+            transformers.AutoModelForCausalLM.from_pretrained(
+                options.model.model,
+                dtype=getattr(torch, options.model.dtype),
+                trust_remote_code=options.trust_remote_code,
+                **engine_args,
+            )
+            .to(device)
+            .eval()
+        )
         self._decoder = self._model.get_decoder()
         self._last_block_1TD: torch.Tensor | None = None
         _final_norm(self._decoder).register_forward_pre_hook(self._keep_last_block)
@@ -77,4 +81,6 @@ def _final_norm(decoder: "torch.nn.Module") -> "torch.nn.Module":
         norm = getattr(decoder, name, None)
         if norm is not None:
             return norm
-    raise CaptureError(f"{type(decoder).__name__} has none of {', '.join(FINAL_NORM_NAMES)}; its last block cannot be told")
+    raise CaptureError(
+        f"{type(decoder).__name__} has none of {', '.join(FINAL_NORM_NAMES)}; its last block cannot be told"
+    )

@@ -37,7 +37,9 @@ def resolve_layers(spec: LayersSpec, *, num_layers: int) -> tuple[Layer, ...]:
         preset = names[0]
         names = PRESETS[preset](num_layers)
         if len(set(names)) < len(names) or any(isinstance(n, int) and n < 0 for n in names):
-            raise ValueError(f"layers={preset!r} needs a deeper model: {num_layers} blocks make it {names}; name layers")
+            raise ValueError(
+                f"layers={preset!r} needs a deeper model: {num_layers} blocks make it {names}; name layers"
+            )
     layers = [_resolve_one(name, num_layers) for name in names]
     if not layers:
         raise ValueError("layers is empty; name at least one, for example layers=[9, 'final']")

@@ -147,7 +147,9 @@ def complete(manifest: Manifest, store: Store) -> Manifest:
 
 def _parse(content: dict[str, Any]) -> Manifest:
     if content["format"] != "hsray" or content["format_version"] != FORMAT_VERSION:
-        raise ValueError(f"format {content['format']!r} version {content['format_version']}, wanted 'hsray' {FORMAT_VERSION}")
+        raise ValueError(
+            f"format {content['format']!r} version {content['format_version']}, wanted 'hsray' {FORMAT_VERSION}"
+        )
     if content["state"] not in ("planning", "building", "complete"):
         raise ValueError(f"state {content['state']!r}")
     identity = dict(content["identity"])

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +21,7 @@ import pyarrow as pa
 import hsray
 from hsray.engine import CaptureError, EngineName, EngineOptions, ShardBuffer, open_engine
 from hsray.layers import Layer, LayersSpec, resolve_layers
+from hsray.manifest import NAME as MANIFEST_NAME
 from hsray.manifest import (
     Identity,
     Manifest,
@@ -31,7 +32,7 @@ from hsray.manifest import (
     published_shards,
 )
 from hsray.model import DTYPE_BYTES, ModelDescription, describe_model, load_tokenizer, tokenizer_digest
-from hsray.plan import PlanFile, PlanOptions, digest_rows, read_plan_file, shard_name, write_plan
+from hsray.plan import DROPPED_NAME, PlanFile, PlanOptions, digest_rows, read_plan_file, shard_name, write_plan
 from hsray.prompts import PromptOptions, read_rows, tokenize_rows
 from hsray.prompts import digest_rows as digest_dataset
 from hsray.shard import ShardPrompts, shard_schema, shard_table, write_table
@@ -213,7 +214,8 @@ def build(
     store = Store(out, storage_options)
     manifest = _open_dataset(store, wanted)
     with _ray_data():
-        manifest = _plan(manifest, dataset, store, description, trust_remote_code, storage_options)
+        with _forgotten_on_error(manifest, store):
+            manifest = _plan(manifest, dataset, store, description, trust_remote_code, storage_options)
         planned = time.monotonic()
         pending = pending_shards(manifest.plan, published_shards(store))
         report = _report(manifest, store)
@@ -230,9 +232,12 @@ def build(
 
 
 def _open_dataset(store: Store, wanted: Identity) -> Manifest:
-    """The stored manifest, checked against the request, or a new one, published."""
+    """The stored manifest, checked against the request, or a new one, published.
+
+    A manifest whose plan was never finished binds nobody: the request takes its place.
+    """
     manifest = load_manifest(store)
-    if manifest is not None:
+    if manifest is not None and manifest.state != "planning":
         check_identity(manifest.identity, wanted, store)
         return manifest
     store.check_writable()
@@ -253,7 +258,8 @@ def _plan(
     rows = read_rows(dataset, storage_options=storage_options)
     identity = manifest.identity
     if manifest.plan is not None:
-        digest = digest_rows(_blocks(digest_dataset(rows)))
+        with closing(_blocks(digest_dataset(rows))) as blocks:
+            digest = digest_rows(blocks)
         check_identity(identity, replace(identity, prompts_digest=digest), store)
         return manifest
     value_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
@@ -274,9 +280,25 @@ def _plan(
         too_long=identity.too_long,
         max_tokens=identity.max_tokens,
     )
-    manifest = manifest.with_plan(write_plan(_blocks(prompts), store, options))
+    store.remove_folder("plan")
+    with closing(_blocks(prompts)) as blocks:
+        manifest = manifest.with_plan(write_plan(blocks, store, options))
     manifest.save(store)
     return manifest
+
+
+@contextmanager
+def _forgotten_on_error(manifest: Manifest, store: Store) -> Iterator[None]:
+    """Leaves nothing of a dataset whose plan could not be made."""
+    try:
+        yield
+    except BaseException:
+        if manifest.plan is None:
+            store.remove_folder("plan")
+            for name in (DROPPED_NAME, MANIFEST_NAME):
+                if store.exists(name):
+                    store.remove(name)
+        raise
 
 
 def _capture_job(
@@ -343,7 +365,9 @@ def _capture(
         for block in _blocks(receipts):
             for receipt in (Receipt(**row) for row in block.to_pylist()):
                 _add_receipt(report, receipt)
-                bar.set_postfix_str(f"{report.new_shards}/{len(pending)} shards, {report.nbytes / 1e6:,.0f} MB", refresh=False)
+                bar.set_postfix_str(
+                    f"{report.new_shards}/{len(pending)} shards, {report.nbytes / 1e6:,.0f} MB", refresh=False
+                )
                 bar.update(receipt.tokens)
 
 

@@ -7,7 +7,7 @@ Shapes: T tokens of a prompt.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +27,12 @@ PLAN_SCHEMA = pa.schema(
     ]
 )
 
-DROPPED_SCHEMA = pa.schema([("source", pa.string()), ("prompt_id", pa.string()), ("num_tokens", pa.int32()), ("reason", pa.string())])
+DROPPED_SCHEMA = pa.schema(
+    [("source", pa.string()), ("prompt_id", pa.string()), ("num_tokens", pa.int32()), ("reason", pa.string())]
+)
+
+#: Lists the prompts that the length policy left out.
+DROPPED_NAME = "dropped.parquet"
 
 #: A plan file is closed at either of these, so that a driver holds one at a time.
 FILE_SHARDS = 4096
@@ -184,9 +189,11 @@ class _PlanWriter:
         if self._cuts:
             self._close_file()
         if not self._files:
-            raise PromptError(f"the dataset has no prompt to build from ({self._num_rows} rows, {len(self._dropped)} dropped)")
+            raise PromptError(
+                f"the dataset has no prompt to build from ({self._num_rows} rows, {len(self._dropped)} dropped)"
+            )
         if self._dropped:
-            with self._store.staged("dropped.parquet") as sink:
+            with self._store.staged(DROPPED_NAME) as sink:
                 pq.write_table(pa.Table.from_pylist(self._dropped, schema=DROPPED_SCHEMA), sink)
         return Plan(
             files=tuple(self._files),
@@ -222,7 +229,9 @@ class _PlanWriter:
             self._sources[prompt_id] = source
             return prompt_id
         if not prompt_id.startswith("#"):
-            raise PromptError(f"{source}: its id {prompt_id!r} is that of {self._sources[prompt_id]} too; ids must differ, or be left out")
+            raise PromptError(
+                f"{source}: its id {prompt_id!r} is that of {self._sources[prompt_id]} too; ids must differ, or be left out"
+            )
         # The same content twice, without an id of its own: both are kept.
         self._repeats[prompt_id] = self._repeats.get(prompt_id, 1) + 1
         return f"{prompt_id}-{self._repeats[prompt_id]}"
@@ -251,7 +260,11 @@ class _PlanWriter:
         shards = pa.array(range(first_shard, first_shard + len(self._cuts)), pa.int32())
         sink = pa.BufferOutputStream()
         pq.write_table(
-            pa.table([shards, *lists], schema=PLAN_SCHEMA), sink, row_group_size=64, use_dictionary=False, write_statistics=["shard"]
+            pa.table([shards, *lists], schema=PLAN_SCHEMA),
+            sink,
+            row_group_size=64,
+            use_dictionary=False,
+            write_statistics=["shard"],
         )
         data = sink.getvalue().to_pybytes()
         name = f"plan/{len(self._files):06d}.parquet"

@@ -148,9 +148,10 @@ def _read_lines(url: str, storage_options: Mapping[str, Any] | None) -> Iterator
         for number, line in enumerate(file, start=1):
             if line.strip():
                 # Undecodable bytes become escapes, which JSON then refuses with the line's number.
-                yield f"{path}:{number}", line.decode("utf-8", errors="surrogateescape").strip().encode(
-                    "utf-8", "backslashreplace"
-                ).decode()
+                yield (
+                    f"{path}:{number}",
+                    line.decode("utf-8", errors="surrogateescape").strip().encode("utf-8", "backslashreplace").decode(),
+                )
 
 
 def _read_parquet(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:

@@ -94,7 +94,9 @@ def check_states(hidden_SD: "torch.Tensor", layer: Layer, prompts: ShardPrompts,
     import torch
 
     if hidden_SD.dim() != 2 or hidden_SD.shape[0] != ends[-1] or not hidden_SD.is_contiguous():
-        raise ShardError(f"layer {layer!r} of shard {prompts.shard}: shape {list(hidden_SD.shape)}, {ends[-1]} rows wanted")
+        raise ShardError(
+            f"layer {layer!r} of shard {prompts.shard}: shape {list(hidden_SD.shape)}, {ends[-1]} rows wanted"
+        )
     if torch.isfinite(hidden_SD).all():
         return
     bad = (~torch.isfinite(hidden_SD)).any(dim=1).nonzero()[:, 0].tolist()
@@ -157,7 +159,9 @@ def to_tensor(column: pa.Array, row: int, field: pa.Field, num_tokens: int) -> "
     start, stop = np.frombuffer(offsets_buffer, np.int64)[column.offset + row : column.offset + row + 2].tolist()
     wanted = num_tokens * hidden_size * DTYPE_BYTES[dtype]
     if stop - start != wanted or not 0 <= start <= stop <= values_buffer.size:
-        raise ShardError(f"column {field.name!r}, row {row}: {stop - start} bytes; {wanted} are {num_tokens} x {hidden_size} {dtype}")
+        raise ShardError(
+            f"column {field.name!r}, row {row}: {stop - start} bytes; {wanted} are {num_tokens} x {hidden_size} {dtype}"
+        )
     memory = (ctypes.c_char * wanted).from_address(values_buffer.address + start)
     memory.owner = values_buffer  # ctypes holds an address, not its owner
     return torch.frombuffer(memory, dtype=getattr(torch, dtype)).view(num_tokens, hidden_size)

@@ -8,7 +8,7 @@ file publishes the half.)
 import os
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import fsspec
@@ -93,7 +93,7 @@ class Store:
                 os.fsync(file.fileno())
             os.replace(temporary, final)
         except BaseException:
-            with _ignoring_missing():
+            with suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
         _fsync_folder(folder)
@@ -108,13 +108,18 @@ class Store:
         """Removes an object that exists."""
         self._fs.rm_file(self.path(name))
 
+    def remove_folder(self, name: str) -> None:
+        """Removes a folder and what is in it, if it exists."""
+        with suppress(FileNotFoundError):
+            self._fs.rm(self.path(name), recursive=True)
+
     def sweep(self, folder: str) -> None:
         """Removes the temporary siblings that killed writers left in a local folder."""
         path = self.path(folder)
         if self.is_local and os.path.isdir(path):
             for entry in os.scandir(path):
                 if entry.name.startswith(TEMPORARY_PREFIX):
-                    with _ignoring_missing():
+                    with suppress(FileNotFoundError):
                         os.unlink(entry.path)
 
     def check_writable(self) -> None:
@@ -125,14 +130,6 @@ class Store:
             self.remove(probe)
         except OSError as error:
             raise type(error)(f"{self.url!r} cannot be written: {error}; give an out= that can") from error
-
-
-@contextmanager
-def _ignoring_missing() -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        pass
 
 
 def _fsync_folder(folder: str) -> None:

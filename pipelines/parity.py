@@ -1,0 +1,218 @@
+"""Compares hsray's SGLang states with Transformers', family by family, on small random-weight models of the real classes.
+
+Truth is the Transformers model in float32 over the same bfloat16 weights. A family passes in bfloat16 if, layer by layer,
+SGLang's relative error is at most 1.25 times that of Transformers' own bfloat16 run; in float32, if it is at most 1e-5.
+
+    python pipelines/parity.py --dtype float32                                   # on a CPU
+    python pipelines/parity.py --engine-args '{"attention_backend": "triton"}'   # on a GPU
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hsray.engine import CaptureError, EngineName, EngineOptions, open_engine
+from hsray.layers import Layer, resolve_layers
+from hsray.model import describe_model
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+#: Bars: bfloat16 against Transformers' own bfloat16 error, float32 against nothing.
+BF16_RATIO = 1.25
+FLOAT32_ERROR = 1e-5
+
+VOCAB_SIZE = 8192
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 2816,
+    "max_position_embeddings": 40960,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+MOE = {"moe_intermediate_size": 384, "num_experts_per_tok": 8, "norm_topk_prob": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerError:
+    """One layer of one family: relative errors (Frobenius) against the truth."""
+
+    family: str
+    layer: Layer
+    sglang: float
+    transformers: float
+    """Of Transformers in the same dtype; 0 in float32, where it is the truth."""
+    passes: bool
+
+
+def families() -> Mapping[str, Callable[[], "PretrainedConfig"]]:
+    """A small config for each family: few blocks, the real class with its real head and expert structure."""
+    import transformers as hf
+
+    return {
+        "llama": lambda: hf.LlamaConfig(**COMMON),
+        "mistral": lambda: hf.MistralConfig(**COMMON, sliding_window=None),
+        "qwen2": lambda: hf.Qwen2Config(**COMMON),
+        "qwen3": lambda: hf.Qwen3Config(**COMMON, head_dim=128),
+        "qwen3-moe": lambda: hf.Qwen3MoeConfig(**COMMON, **MOE, head_dim=128, num_experts=32),
+        "mixtral": lambda: hf.MixtralConfig(**COMMON, num_local_experts=8, num_experts_per_tok=2),
+        "deepseek-v3": _deepseek_v3,
+        "gemma2": lambda: hf.Gemma2Config(**_gemma()),
+        "gemma3": lambda: hf.Gemma3TextConfig(**_gemma(), sliding_window=512),
+        "gpt-oss": _gpt_oss,
+        "glm4-moe": lambda: hf.Glm4MoeConfig(
+            **(COMMON | MOE), n_routed_experts=32, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
+            head_dim=128, attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5, routed_scaling_factor=2.5,
+        ),
+        "phi3": lambda: hf.Phi3Config(**(COMMON | {"num_key_value_heads": 16})),
+        "olmo2": lambda: hf.Olmo2Config(**COMMON),
+    }  # fmt: skip
+
+
+def _deepseek_v3() -> "PretrainedConfig":
+    import transformers as hf
+
+    return hf.DeepseekV3Config(
+        **(COMMON | MOE | {"num_key_value_heads": 16}), n_routed_experts=32, n_shared_experts=1, n_group=4, topk_group=2,
+        first_k_dense_replace=1, q_lora_rank=384, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, routed_scaling_factor=2.5,
+        # Published checkpoints name these, SGLang reads them, and Transformers' class leaves them out.
+        moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc",
+    )  # fmt: skip
+
+
+def _gpt_oss() -> "PretrainedConfig":
+    import transformers as hf
+
+    return hf.GptOssConfig(
+        **(COMMON | {"intermediate_size": 1024}), num_local_experts=32, num_experts_per_tok=4, head_dim=64, sliding_window=128,
+        swiglu_limit=7.0,  # as above
+    )  # fmt: skip
+
+
+def _gemma() -> dict[str, Any]:
+    return COMMON | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256, "tie_word_embeddings": True}
+
+
+def make_model(config: "PretrainedConfig", folder: Path) -> None:
+    """Saves a random model of a config in bfloat16, every vector away from its default, so that none goes unnoticed."""
+    import torch
+    import transformers as hf
+
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, values in [*model.named_parameters(), *model.named_buffers()]:
+            if values.dim() == 1 and "rotary" not in name:
+                values.add_(0.1 * torch.randn_like(values))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    saved = json.loads((folder / "config.json").read_text())
+    for name in ("moe_layer_freq", "scoring_func", "topk_method", "swiglu_limit"):
+        if hasattr(config, name):
+            saved[name] = getattr(config, name)
+    (folder / "config.json").write_text(json.dumps(saved, indent=1))
+
+
+def states(
+    engine: EngineName, model: str, dtype: str, input_ids: list[int], engine_args: Mapping[str, Any]
+) -> "dict[Layer, torch.Tensor]":
+    """Every layer of one prompt, layer -> [T, D]."""
+    description = describe_model(model, dtype=dtype)
+    options = EngineOptions(
+        model=description,
+        layers=resolve_layers(["embed", *range(description.num_layers), "final"], num_layers=description.num_layers),
+        max_tokens=len(input_ids),
+        buffer_tokens=len(input_ids),
+        num_buffers=1,
+        engine_args=engine_args,
+    )
+    with open_engine(engine, options) as opened:
+        captured = opened.capture_alone(input_ids)
+    gc.collect()
+    return captured
+
+
+def compare(family: str, arguments: argparse.Namespace) -> list[LayerError]:
+    """A family's errors, layer by layer."""
+    import torch
+
+    chosen = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(3, VOCAB_SIZE, (arguments.tokens,), generator=chosen).tolist()
+    reference = {"attn_implementation": "eager"}  # the only one with every family's soft caps and sinks
+    with tempfile.TemporaryDirectory(prefix="hsray-parity-") as folder:
+        make_model(families()[family](), Path(folder))
+        truth = states("transformers", folder, "float32", input_ids, reference)
+        own = (
+            truth
+            if arguments.dtype == "float32"
+            else states("transformers", folder, arguments.dtype, input_ids, reference)
+        )
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        ours = states("sglang", folder, arguments.dtype, input_ids, arguments.engine_args)
+    errors = []
+    for layer, truth_TD in truth.items():
+        error, own_error = relative_error(ours[layer], truth_TD), relative_error(own[layer], truth_TD)
+        bar = FLOAT32_ERROR if arguments.dtype == "float32" else max(BF16_RATIO * own_error, FLOAT32_ERROR)
+        errors.append(LayerError(family=family, layer=layer, sglang=error, transformers=own_error, passes=error <= bar))
+    return errors
+
+
+def relative_error(found_TD: "torch.Tensor", truth_TD: "torch.Tensor") -> float:
+    """Frobenius norm of the difference over that of the truth."""
+    return float((found_TD.double() - truth_TD.double()).norm() / truth_TD.double().norm())
+
+
+def show(errors: list[LayerError], console: Console) -> None:
+    """A row for each family and layer."""
+    table = Table("family", "layer", "SGLang", "Transformers", "ratio", "")
+    for row in errors:
+        ratio = f"{row.sglang / row.transformers:.2f}" if row.transformers else ""
+        verdict = "right" if row.passes else "[bold red]WRONG[/]"
+        table.add_row(row.family, str(row.layer), f"{row.sglang:.2e}", f"{row.transformers:.2e}", ratio, verdict)
+    console.print(table)
+
+
+def main() -> int:
+    """Compares the families asked for; exit status 1 if one is wrong or does not run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--families", nargs="+", default=list(families()), choices=list(families()), metavar="FAMILY")
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    add("--tokens", type=int, default=700, help="the prompt's length (default: 700)")
+    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="for SGLang")
+    add("--json", type=Path, help="also write the errors here")
+    arguments = parser.parse_args()
+    console, errors, refused = Console(), [], {}
+    for family in arguments.families:
+        try:
+            errors += compare(family, arguments)
+        except CaptureError as error:
+            refused[family] = str(error)
+        show([row for row in errors if row.family == family], console)
+    for family, words in refused.items():
+        console.print(f"[bold red]{family} was refused[/]: {words}", markup=True, highlight=False)
+    if arguments.json:
+        content = {"errors": [asdict(row) for row in errors], "refused": refused}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 0 if errors and not refused and all(row.passes for row in errors) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""What several test files need: models, a tokenizer, one Ray."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipelines.demo_model import prepare_demo_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """SmolLM2-135M-Instruct, made once and kept in the repository's folder."""
+    return prepare_demo_model(ROOT / ".demo" / "model")
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer(demo_model: Path) -> "PreTrainedTokenizerBase":
+    from hsray.model import load_tokenizer
+
+    return load_tokenizer(str(demo_model))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 6 blocks, without a tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()

@@ -1,0 +1,42 @@
+"""The truth to compare with: Hugging Face's own module outputs, by forward hooks, independent of hsray's engines.
+
+Shapes: T tokens of a prompt, D hidden size.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hsray.layers import Layer
+
+
+@functools.lru_cache(maxsize=2)
+def load_model(model: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def hugging_face_states(model: str, input_ids: Sequence[int]) -> dict[Layer, torch.Tensor]:
+    """Every layer of a prompt in float32, layer -> [T, D]: what the embedding, each block and the final norm return."""
+    decoder = load_model(model).model
+    states: dict[Layer, torch.Tensor] = {}
+    modules = {"embed": decoder.embed_tokens, **dict(enumerate(decoder.layers)), "final": decoder.norm}
+    hooks = [module.register_forward_hook(functools.partial(_keep, states, layer)) for layer, module in modules.items()]
+    try:
+        with torch.inference_mode():
+            decoder(input_ids=torch.tensor([list(input_ids)]), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return states
+
+
+def relative_error(found_TD: torch.Tensor, truth_TD: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of the truth."""
+    return float((found_TD.double() - truth_TD.double()).norm() / truth_TD.double().norm())
+
+
+def _keep(states: dict, layer: Layer, _module: torch.nn.Module, _args: tuple, output: object) -> None:
+    hidden_1TD = output[0] if isinstance(output, tuple) else output
+    states[layer] = hidden_1TD[0].clone()

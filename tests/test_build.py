@@ -1,0 +1,245 @@
+"""A build, through Ray, gives each prompt its own states; a killed one, started again, ends as if never killed."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+import hsray
+from hsray.engine import EngineOptions, open_engine
+from hsray.layers import resolve_layers
+from hsray.manifest import load_manifest
+from hsray.model import describe_model
+from hsray.store import Store
+
+ROOT = Path(__file__).parent.parent
+LAYERS = ["embed", 0, 3, 5, "final"]
+
+
+def unique_prompts(count: int, longest: int, seed: int = 0, vocab_size: int = 1000) -> list[dict]:
+    """Prompts of 1 to `longest` tokens, each length and each content its own."""
+    chosen = random.Random(seed)
+    lengths = [1, 2, longest, *(chosen.randint(1, longest) for _ in range(count - 3))]
+    return [
+        {"id": f"p{number}", "input_ids": [chosen.randrange(vocab_size) for _ in range(num_tokens)]}
+        for number, num_tokens in enumerate(lengths)
+    ]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+
+
+def test_each_of_200_prompts_gets_the_states_it_has_alone(ray_session, tiny_llama, tmp_path):
+    rows = unique_prompts(200, longest=700)
+    out = tmp_path / "out"
+    report = hsray.build(
+        rows, model=str(tiny_llama), layers=LAYERS, out=out, dtype="float32", shard_bytes=8 << 20, progress=False
+    )
+    assert (report.prompts, report.new_shards) == (200, report.shards)
+    assert report.shards > 20
+    dataset = hsray.read(out)
+    assert [dataset[i]["prompt_id"] for i in range(200)] == [row["id"] for row in rows]
+    model = describe_model(str(tiny_llama), dtype="float32")
+    options = EngineOptions(
+        model=model, layers=resolve_layers(LAYERS, num_layers=6), max_tokens=700, buffer_tokens=700, num_buffers=1
+    )
+    with open_engine("sglang", options) as engine:
+        for index, row in enumerate(rows):
+            prompt = dataset[index]
+            assert prompt["input_ids"].tolist() == row["input_ids"]
+            for layer, alone_TD in engine.capture_alone(row["input_ids"]).items():
+                assert torch.equal(prompt["hidden_states"][layer], alone_TD), f"{row['id']}, layer {layer}"
+
+
+@pytest.fixture
+def resumable(tiny_llama, tmp_path, ray_session, request):
+    """A build to kill: its command for an `out`, and the files of an undisturbed run."""
+    dataset = write_jsonl(tmp_path / "prompts.jsonl", unique_prompts(300, longest=700, seed=1))
+
+    def command(out: Path) -> list[str]:
+        script = [
+            sys.executable,
+            str(ROOT / "pipelines/build.py"),
+            "--engine",
+            request.config.getoption("resume_engine"),
+        ]
+        what = ["--model", str(tiny_llama), "--dataset", str(dataset), "--layers", *map(str, LAYERS)]
+        return [*script, *what, "--out", str(out), "--shard-bytes", "4MiB", "--no-progress"]
+
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    started = time.monotonic()
+    subprocess.run(command(tmp_path / "whole"), env=environment, check=True)
+    return command, environment, files_of(tmp_path / "whole"), time.monotonic() - started
+
+
+def test_a_build_killed_ten_times_equals_an_undisturbed_one_and_makes_no_shard_twice(resumable, tmp_path):
+    command, environment, whole, duration_s = resumable
+    out, chosen, published = tmp_path / "killed", random.Random(7), {}
+    num_kills, seen_at_kills = 0, []
+    while num_kills < 10:
+        driver = subprocess.Popen(command(out), env=environment, stderr=subprocess.PIPE)
+        try:
+            driver.wait(timeout=chosen.uniform(0.3, 1.0) * duration_s)
+        except subprocess.TimeoutExpired:
+            driver.send_signal(signal.SIGKILL)
+            driver.wait()
+            num_kills += 1
+        else:
+            assert driver.returncode == 0, driver.stderr.read().decode()
+            num_kills += 1  # it finished: resuming a finished build must change nothing either
+        # A file that is written again gets another inode, even with the same bytes.
+        inodes = {path.name: path.stat().st_ino for path in out.glob("shards/[0-9]*")}
+        assert inodes.items() >= published.items(), "a published shard was written again"
+        published = inodes
+        seen_at_kills.append(len(inodes))
+    subprocess.run(command(out), env=environment, check=True)
+    assert {path.name: path.stat().st_ino for path in out.glob("shards/*")}.items() >= published.items()
+    assert files_of(out) == whole
+    assert len({*seen_at_kills}) > 1, f"every kill fell outside the capture: {seen_at_kills}"
+    print(f"shards published at each kill, of {len(whole) - 2}: {seen_at_kills}")
+
+
+def test_a_finished_dataset_opens_no_engine(ray_session, tiny_llama, tmp_path):
+    rows = unique_prompts(5, longest=20)
+    first = hsray.build(
+        rows, model=str(tiny_llama), layers=[0], out=tmp_path / "out", engine="transformers", progress=False
+    )
+    again = hsray.build(
+        rows, model=str(tiny_llama), layers=[0], out=tmp_path / "out", engine="transformers", progress=False
+    )
+    assert first.new_shards == 1
+    assert (again.new_shards, again.nbytes) == (0, first.nbytes)
+    assert "no engine was opened" in str(again)
+
+
+CHANGES = [
+    ({"layers": [1]}, "layers: the dataset has (0,), this build asks for (1,)"),
+    ({"dtype": "bfloat16"}, "dtype: the dataset has 'float32', this build asks for 'bfloat16'"),
+    ({"dataset": [{"input_ids": [1, 2]}]}, "prompts_digest: the dataset has"),
+    ({"shard_bytes": 1 << 20}, "shard_bytes: the dataset has"),
+    ({"max_tokens": 100}, "max_tokens: the dataset has 1024, this build asks for 100"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_resuming_with_something_else_shows_both_sides(ray_session, tiny_llama, tmp_path, change, message):
+    asked = {"dataset": [{"input_ids": [1, 2, 3]}], "layers": [0], "engine": "transformers", "progress": False}
+    asked |= {"model": str(tiny_llama), "out": tmp_path / "out"}
+    hsray.build(**asked)
+    before = files_of(tmp_path / "out")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        hsray.build(**(asked | change))
+    assert files_of(tmp_path / "out") == before
+
+
+BAD_ROWS = [
+    ('{"input_ids": [1, 2]}\n{"input_ids": [1,\n', "prompts.jsonl:2: not JSON"),
+    ('{"input_ids": [1, 2]}\n{"body": "x"}\n', "prompts.jsonl:2: has none of the columns"),
+    ('{"input_ids": []}\n', "prompts.jsonl:1: an empty prompt"),
+    ('{"input_ids": [1, 1000]}\n', "prompts.jsonl:1: token id 1000 is outside the model's vocabulary 0..999"),
+    (json.dumps({"input_ids": [1] * 1025}) + "\n", "prompts.jsonl:1: 1025 tokens, over max_tokens=1024"),
+    ("", "the dataset has no prompt"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_ROWS)
+def test_a_bad_row_is_named_and_nothing_is_left(ray_session, tiny_llama, tmp_path, text, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_tiny(tiny_llama, path, tmp_path / "out")
+    assert files_of(tmp_path / "out") == {}
+
+
+def build_tiny(model: Path, dataset: Path | list, out: Path | str, **changes: object) -> "hsray.pipeline.BuildReport":
+    asked = {"model": str(model), "layers": [0], "out": out, "engine": "transformers", "progress": False}
+    return hsray.build(dataset, **(asked | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"layers": [6]}, ValueError, "layer 6 is out of range: the model has 6 blocks"),
+        ({"model": "/nowhere/at/all"}, FileNotFoundError, "'/nowhere/at/all' is no folder here"),
+        ({"out": "/proc/hsray"}, OSError, "'/proc/hsray' cannot be written"),
+        ({"dataset": "/nowhere/*.jsonl"}, FileNotFoundError, "names no file"),
+        ({"max_tokens": 5000}, ValueError, "the model's context is 1024"),
+    ],
+)
+def test_a_bad_request_is_one_clear_error(ray_session, tiny_llama, tmp_path, changes, error, message):
+    dataset = changes.pop("dataset", [{"input_ids": [1]}])
+    out = changes.pop("out", tmp_path / "out")
+    with pytest.raises(error, match=re.escape(message)):
+        build_tiny(tiny_llama, dataset, out, **changes)
+    assert not (tmp_path / "out").exists() or files_of(tmp_path / "out") == {}
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(ray_session, tiny_llama, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("do not lose")
+    with pytest.raises(ValueError, match=r"not empty and holds no manifest\.json \(found thesis\.tex\)"):
+        build_tiny(tiny_llama, [{"input_ids": [1]}], tmp_path / "out")
+    assert files_of(tmp_path / "out") == {"thesis.tex": b"do not lose"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("plan/000000.parquet", "000000.parquet is changed"), ("manifest.json", "manifest.json is damaged")],
+)
+def test_a_corrupted_plan_or_manifest_is_refused_before_any_shard(ray_session, tiny_llama, tmp_path, name, message):
+    rows, out = [{"input_ids": [1, 2, 3]}], tmp_path / "out"
+    build_tiny(tiny_llama, rows, out)
+    (out / "shards/000000.parquet").unlink()
+    manifest = load_manifest(Store(out))
+    broken = bytearray((out / name).read_bytes())
+    broken[len(broken) // 2] ^= 0xFF
+    (out / name).write_bytes(broken)
+    with pytest.raises(ValueError, match=message):
+        build_tiny(tiny_llama, rows, out)
+    assert list((out / "shards").iterdir()) == []
+    assert manifest.state == "complete"
+
+
+def test_prompts_dropped_by_policy_are_counted_and_listed(ray_session, tiny_llama, tmp_path):
+    import pyarrow.parquet as pq
+
+    rows = [{"id": "short", "input_ids": [1] * 5}, {"id": "long", "input_ids": [1] * 50}]
+    report = build_tiny(tiny_llama, rows, tmp_path / "out", max_tokens=10, too_long="drop")
+    assert (report.prompts, report.dropped) == (1, 1)
+    listed = pq.read_table(tmp_path / "out" / "dropped.parquet").to_pylist()
+    assert listed == [
+        {"source": "dataset[1]", "prompt_id": "long", "num_tokens": 50, "reason": "50 tokens, over max_tokens=10"}
+    ]
+
+
+def test_states_that_are_not_finite_end_the_build_naming_the_prompt(ray_session, tiny_llama, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        (broken / name).write_bytes((tiny_llama / name).read_bytes())
+    weights = load_file(tiny_llama / "model.safetensors")
+    weights["model.embed_tokens.weight"][13] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    rows = [{"id": "good", "input_ids": [1, 2]}, {"id": "bad", "input_ids": [12, 13, 14]}]
+    with pytest.raises(
+        ValueError, match=r"layer 0 of shard 0 has NaN or infinite numbers in 2 rows of the prompts 'bad'"
+    ):
+        build_tiny(broken, rows, tmp_path / "out")
+    assert not any((tmp_path / "out").glob("shards/*"))

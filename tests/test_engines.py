@@ -1,0 +1,144 @@
+"""Both engines keep one contract: the right rows of the right layer of the right prompt, or an error."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hsray.engine import CaptureEngine, EngineOptions, open_engine
+from hsray.layers import Layer, resolve_layers
+from hsray.model import describe_model
+from tests.reference import hugging_face_states, relative_error
+
+MAX_TOKENS = 1024
+#: Where both compute in float32, rounding may differ by the order of sums and no more.
+PARITY = 1e-5
+#: What a wrong layer, token or prompt must be above, so that PARITY says something.
+WRONG = 1e-2
+
+
+def options_for(model: Path, **changes: object) -> EngineOptions:
+    """Every layer of a model in float32."""
+    description = describe_model(str(model), dtype="float32")
+    names = ["embed", *range(description.num_layers), "final"]
+    defaults = {
+        "model": description,
+        "layers": resolve_layers(names, num_layers=description.num_layers),
+        "max_tokens": MAX_TOKENS,
+        "buffer_tokens": 2 * MAX_TOKENS,
+    }
+    return EngineOptions(**(defaults | changes))
+
+
+@pytest.fixture(scope="module", params=["transformers", "sglang"])
+def tiny_engine(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[CaptureEngine]:
+    with open_engine(request.param, options_for(tiny_llama)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=["transformers", "sglang"])
+def smol_engine(request: pytest.FixtureRequest, demo_model: Path) -> Iterator[CaptureEngine]:
+    with open_engine(request.param, options_for(demo_model)) as engine:
+        yield engine
+
+
+def random_ids(engine: CaptureEngine, num_tokens: int, seed: int) -> list[int]:
+    chosen = random.Random(seed)
+    return [chosen.randrange(engine.options.model.vocab_size) for _ in range(num_tokens)]
+
+
+class TestContract:
+    """Run by both engines."""
+
+    @pytest.mark.parametrize("num_tokens", [1, 2, 7, 333, MAX_TOKENS])
+    def test_every_layer_of_a_tiny_llama_equals_hugging_face(self, tiny_engine: CaptureEngine, num_tokens: int):
+        input_ids = random_ids(tiny_engine, num_tokens, seed=num_tokens)
+        check_parity(tiny_engine, input_ids)
+
+    def test_every_layer_of_smollm2_equals_hugging_face(self, smol_engine: CaptureEngine, demo_tokenizer):
+        messages = [{"role": "user", "content": "What is the capital of France? Answer in French, German and Greek."}]
+        check_parity(smol_engine, demo_tokenizer.apply_chat_template(messages, return_dict=False))
+
+    def test_another_layer_token_or_prompt_is_far_from_parity(self, smol_engine: CaptureEngine, demo_tokenizer):
+        ids = demo_tokenizer("The quick brown fox jumps over the lazy dog, and the dog does not mind at all.")[
+            "input_ids"
+        ]
+        states = smol_engine.capture_alone(ids)
+        truth = hugging_face_states(smol_engine.options.model.model, ids)
+        other = smol_engine.capture_alone(random_ids(smol_engine, len(ids), seed=3))
+        layers: list[Layer] = list(states)
+        for shifted, layer in zip(layers, layers[1:], strict=False):
+            assert relative_error(states[shifted], truth[layer]) > WRONG, f"{shifted} passes for {layer}"
+        for layer in layers:
+            assert relative_error(states[layer][1:], truth[layer][:-1]) > WRONG, f"{layer} passes one token on"
+            assert relative_error(other[layer], truth[layer]) > WRONG, f"another prompt's {layer} passes"
+
+    def test_prompts_land_at_their_own_rows_and_nowhere_else(self, tiny_engine: CaptureEngine):
+        prompts = [random_ids(tiny_engine, num_tokens, seed=num_tokens) for num_tokens in (5, 1, 64, 300)]
+        alone = [tiny_engine.capture_alone(ids) for ids in prompts]
+        buffer = tiny_engine.buffer(sum(map(len, prompts)) + 2)
+        for hidden_SD in buffer.states.values():
+            hidden_SD.fill_(torch.nan)
+        starts = [0, 6, 7, 72]  # a gap of one row after the first prompt, and one after the third
+        for start, ids in zip(starts, prompts, strict=True):
+            tiny_engine.capture(ids, into=buffer, at=start)
+        for layer, hidden_SD in buffer.states.items():
+            for start, ids, states in zip(starts, prompts, alone, strict=True):
+                assert torch.equal(hidden_SD[start : start + len(ids)], states[layer])
+            assert hidden_SD[[5, 71]].isnan().all(), "rows of no prompt were written"
+        buffer.release()
+
+    def test_buffers_are_lent_and_given_back(self, tiny_engine: CaptureEngine):
+        lent = [tiny_engine.buffer(10) for _ in range(tiny_engine.options.num_buffers)]
+        with pytest.raises(Exception, match=""):
+            tiny_engine.buffer(10, timeout_s=0.05)
+        for buffer in lent:
+            buffer.release()
+        tiny_engine.buffer(10, timeout_s=1).release()
+
+    @pytest.mark.parametrize(
+        ("input_ids", "at", "message"),
+        [
+            ([], 0, "a prompt of 0 tokens"),
+            ([1] * (MAX_TOKENS + 1), 0, f"opened for 1..{MAX_TOKENS}"),
+            ([1, 10**6], 0, "the vocabulary is"),
+            ([-1], 0, "the vocabulary is"),
+            ([1, 2, 3], 8, "do not fit at row 8"),
+        ],
+    )
+    def test_what_cannot_be_captured_is_an_error(self, tiny_engine, input_ids, at, message):
+        buffer = tiny_engine.buffer(10)
+        try:
+            with pytest.raises(ValueError, match=message):
+                tiny_engine.capture(input_ids, into=buffer, at=at)
+        finally:
+            buffer.release()
+
+    def test_a_shard_above_the_engines_memory_is_an_error(self, tiny_engine: CaptureEngine):
+        with pytest.raises(ValueError, match="opened for"):
+            tiny_engine.buffer(2 * MAX_TOKENS + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("disable_radix_cache", False), ("disable_overlap_schedule", False), ("pp_size", 2)],
+)
+def test_an_engine_argument_that_corrupts_states_is_refused_before_anything_starts(tiny_llama, name, value):
+    with pytest.raises(ValueError, match=f"{name}.*would make hidden states wrong"):
+        open_engine("sglang", options_for(tiny_llama, engine_args={name: value}))
+
+
+def test_an_unknown_engine_is_an_error(tiny_llama):
+    with pytest.raises(ValueError, match="wanted 'sglang' or 'transformers'"):
+        open_engine("vllm", options_for(tiny_llama))
+
+
+def check_parity(engine: CaptureEngine, input_ids: list[int]) -> None:
+    states = engine.capture_alone(input_ids)
+    truth = hugging_face_states(engine.options.model.model, input_ids)
+    assert list(states) == list(truth)
+    for layer, hidden_TD in states.items():
+        assert hidden_TD.shape == truth[layer].shape
+        assert relative_error(hidden_TD, truth[layer]) <= PARITY, f"layer {layer}"
