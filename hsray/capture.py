@@ -154,11 +154,24 @@ def run_scheduler(plan: CapturePlan, server_args: Any, port_args: Any, gpu_id: i
 
 
 def install(capture: "SchedulerCapture") -> None:
-    """Puts the capture around SGLang's model runner and before its logits processor, for every model class."""
+    """Puts the capture around SGLang's model runner and before its logits processor, for every model class.
+
+    What the scheduler dies of at its start is recorded too: SGLang itself only logs it.
+    """
     from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    load_model, forward, logits = ModelRunner.load_model, ModelRunner.forward, LogitsProcessor.forward
+    start, load_model = Scheduler.__init__, ModelRunner.load_model
+    forward, logits = ModelRunner.forward, LogitsProcessor.forward
+
+    @functools.wraps(start)
+    def start_or_report(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            start(self, *args, **kwargs)
+        except BaseException:
+            capture.report(traceback.format_exc(limit=-3))
+            raise
 
     @functools.wraps(load_model)
     def load_model_then_attach(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,6 +193,7 @@ def install(capture: "SchedulerCapture") -> None:
         capture.take("final", lambda: hidden_states)
         return logits(self, input_ids, hidden_states, *args, **kwargs)
 
+    Scheduler.__init__ = start_or_report
     ModelRunner.load_model = load_model_then_attach
     ModelRunner.forward = forward_captured
     LogitsProcessor.forward = logits_after_capture
@@ -245,7 +259,7 @@ class SchedulerCapture:
 
     def take(self, layer: Layer, state: "Callable[[], torch.Tensor]") -> None:
         """Copies each request's rows of one layer to their final place; `state` gives [B, D]."""
-        if self._batch is None:
+        if self._batch is None or layer not in self._plan.layers:
             return
         try:
             state_BD = state()
@@ -345,7 +359,11 @@ class SchedulerCapture:
     def _fail(self, what: str) -> None:
         # The scheduler must live on to answer the request, so that the engine can raise what is recorded here.
         self._batch = None
-        self._control.report(f"{what}: {traceback.format_exc(limit=-4)}")
+        self.report(f"{what}: {traceback.format_exc(limit=-4)}")
+
+    def report(self, error: str) -> None:
+        """Records an error for the engine to raise."""
+        self._control.report(error)
 
 
 def find_decoder(model: "torch.nn.Module", num_layers: int) -> "tuple[Sequence[torch.nn.Module], torch.nn.Module]":

@@ -8,6 +8,7 @@ prompt; one that could hand out wrong rows refuses to open.
 import asyncio
 import atexit
 import functools
+import gc
 import os
 import tempfile
 from collections.abc import Sequence
@@ -90,15 +91,16 @@ class SGLangEngine(CaptureEngine):
             )
             self._control = ControlPage(plan.control_path)
             super().__init__(options, [map_memory(path, register=False) for path in paths])
-            before = set(psutil.Process().children(recursive=True))
+            self._belongings = _Belongings()
             try:
                 self._sglang = _start(plan, options)
             except Exception as error:
-                raise EngineDied(f"SGLang {self.version} did not start on {options.model.model!r}: {error}") from error
+                words = self._control.error or error
+                raise EngineDied(f"SGLang {self.version} did not start on {options.model.model!r}: {words}") from error
             finally:
+                self._belongings.note()
                 if self._sglang is None:
-                    _end(_engine_processes(before))
-        self._children = _engine_processes(before)
+                    self._belongings.end()
         self._died = _watch_children(self._sglang)
         try:
             self._handshake()
@@ -189,7 +191,7 @@ class SGLangEngine(CaptureEngine):
         watchdog = getattr(sglang.tokenizer_manager, "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()
-        _end(self._children)
+        self._belongings.end()
 
 
 def _check_engine_args(options: EngineOptions) -> None:
@@ -206,17 +208,11 @@ def _check_engine_args(options: EngineOptions) -> None:
             )
 
 
-def _start(plan: CapturePlan, options: EngineOptions) -> Any:
-    # SGLang refuses a context above the model's own unless told; the reserve below is never filled with tokens.
-    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-    from sglang.srt.entrypoints.engine import Engine
-
-    class CapturingEngine(Engine):
-        run_scheduler_process_func = staticmethod(functools.partial(run_scheduler, plan))
-
+def engine_arguments(options: EngineOptions) -> dict[str, Any]:
+    """The `sglang.ServerArgs` fields that an engine is started with; the same with and without the capture."""
     num_tokens = options.max_tokens + TOKEN_RESERVE
     prefill_tokens = max(num_tokens, MIN_PREFILL_TOKENS)
-    arguments = {
+    return {
         "model_path": options.model.model,
         "dtype": options.model.dtype,
         "trust_remote_code": options.trust_remote_code,
@@ -233,7 +229,17 @@ def _start(plan: CapturePlan, options: EngineOptions) -> Any:
         **options.engine_args,
         **SAFE_ARGS,
     }
-    return CapturingEngine(**arguments)
+
+
+def _start(plan: CapturePlan, options: EngineOptions) -> Any:
+    # SGLang refuses a context above the model's own unless told; the reserve is never filled with tokens.
+    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    from sglang.srt.entrypoints.engine import Engine
+
+    class CapturingEngine(Engine):
+        run_scheduler_process_func = staticmethod(functools.partial(run_scheduler, plan))
+
+    return CapturingEngine(**engine_arguments(options))
 
 
 def _cpu_args() -> dict[str, Any]:
@@ -272,17 +278,45 @@ def _watch_children(sglang: Any) -> "asyncio.Future[None]":
     return died
 
 
-def _engine_processes(before: set[psutil.Process]) -> list[psutil.Process]:
-    """The processes started since, save Python's resource tracker, which serves all of this process."""
-    started = set(psutil.Process().children(recursive=True)) - before
-    return [process for process in started if not any("resource_tracker" in word for word in process.cmdline())]
+class _Belongings:
+    """The processes and ZeroMQ contexts that an engine started; SGLang leaves both behind when its start fails."""
+
+    def __init__(self) -> None:
+        self._processes, self._contexts = _child_processes(), _zmq_contexts()
+
+    def note(self) -> None:
+        """Keeps what was started since."""
+        self._processes = _child_processes() - self._processes
+        contexts = _zmq_contexts()
+        self._contexts = {key: contexts[key] for key in contexts.keys() - self._contexts.keys()}
+
+    def end(self) -> None:
+        """Kills the processes, and drops messages to them, for which ZeroMQ would wait at exit."""
+        for process in self._processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(self._processes, timeout=30)
+        for context in self._contexts.values():
+            context.destroy(linger=0)
+        self._contexts = {}
 
 
-def _end(processes: list[psutil.Process]) -> None:
-    for process in processes:
+def _child_processes() -> set[psutil.Process]:
+    """This process's descendants, save Python's resource tracker, which serves all of it."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=30)
+            if not any("resource_tracker" in word for word in process.cmdline()):
+                found.add(process)
+    return found
+
+
+def _zmq_contexts() -> dict[int, Any]:
+    import zmq
+
+    # SGLang keeps some of them where no attribute leads to, so the garbage collector is asked.
+    contexts = [item for item in gc.get_objects() if isinstance(item, zmq.Context)]
+    return {id(context): context for context in contexts if not context.closed}
 
 
 def _make_file(folder: str, name: str, num_bytes: int) -> str:

@@ -3,6 +3,7 @@
 Shapes: T tokens of a prompt, D hidden size.
 """
 
+import functools
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ class TransformersEngine(CaptureEngine):
     """Runs the decoder of an `AutoModel` with `output_hidden_states`.
 
     Hugging Face's tuple holds embed and layers 0..N-2, then the state after the final norm; layer N-1 is taken from
-    what enters that norm. ``engine_args`` go to ``from_pretrained``, save ``device`` (default: CUDA where there is one).
+    what enters that norm. ``engine_args`` go to ``from_pretrained``, save ``device`` (default: CUDA where there is one) and
+    ``load_format="dummy"``, which makes random weights of the config's shapes.
     """
 
     name = "transformers"
@@ -32,16 +34,15 @@ class TransformersEngine(CaptureEngine):
         engine_args = dict(options.engine_args)
         device = engine_args.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
         self.version = version("transformers")
-        self._model = (
-            transformers.AutoModelForCausalLM.from_pretrained(
-                options.model.model,
-                dtype=getattr(torch, options.model.dtype),
-                trust_remote_code=options.trust_remote_code,
-                **engine_args,
+        load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, options.model.model)
+        if engine_args.pop("load_format", None) == "dummy":
+            config = transformers.AutoConfig.from_pretrained(options.model.model)
+            load = functools.partial(transformers.AutoModelForCausalLM.from_config, config)
+        with torch.device(device):
+            model = load(
+                dtype=getattr(torch, options.model.dtype), trust_remote_code=options.trust_remote_code, **engine_args
             )
-            .to(device)
-            .eval()
-        )
+        self._model = model.to(device).eval()
         self._decoder = self._model.get_decoder()
         self._last_block_1TD: torch.Tensor | None = None
         _final_norm(self._decoder).register_forward_pre_hook(self._keep_last_block)

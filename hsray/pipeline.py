@@ -365,6 +365,7 @@ def _capture(
         for block in _blocks(receipts):
             for receipt in (Receipt(**row) for row in block.to_pylist()):
                 _add_receipt(report, receipt)
+                bar.start_t = report.first_started_at  # the engine's start says nothing of the time left
                 bar.set_postfix_str(
                     f"{report.new_shards}/{len(pending)} shards, {report.nbytes / 1e6:,.0f} MB", refresh=False
                 )
@@ -508,9 +509,9 @@ def _report(manifest: Manifest, store: Store) -> BuildReport:
 def _add_receipt(report: BuildReport, receipt: Receipt) -> None:
     report.nbytes += receipt.nbytes
     report.engine_start_s = max(report.engine_start_s, receipt.engine_start_s)
+    report.first_started_at = min(report.first_started_at, receipt.started_at)
+    report.last_published_at = max(report.last_published_at, receipt.published_at)
     if receipt.captured:
-        report.first_started_at = min(report.first_started_at, receipt.started_at)
-        report.last_published_at = max(report.last_published_at, receipt.published_at)
         report.new_shards += 1
         report.new_tokens += receipt.tokens
     for name in ("capture", "wait", "write"):

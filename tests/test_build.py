@@ -15,10 +15,7 @@ import ray
 import torch
 
 import hsray
-from hsray.engine import EngineOptions, open_engine
-from hsray.layers import resolve_layers
 from hsray.manifest import load_manifest
-from hsray.model import describe_model
 from hsray.store import Store
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +41,7 @@ def files_of(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
-def test_each_of_200_prompts_gets_the_states_it_has_alone(ray_session, tiny_llama, tmp_path):
+def test_each_of_200_prompts_gets_the_states_it_has_alone(ray_session, tiny_llama, tiny_sglang, tmp_path):
     rows = unique_prompts(200, longest=700)
     out = tmp_path / "out"
     report = hsray.build(
@@ -54,16 +51,11 @@ def test_each_of_200_prompts_gets_the_states_it_has_alone(ray_session, tiny_llam
     assert report.shards > 20
     dataset = hsray.read(out)
     assert [dataset[i]["prompt_id"] for i in range(200)] == [row["id"] for row in rows]
-    model = describe_model(str(tiny_llama), dtype="float32")
-    options = EngineOptions(
-        model=model, layers=resolve_layers(LAYERS, num_layers=6), max_tokens=700, buffer_tokens=700, num_buffers=1
-    )
-    with open_engine("sglang", options) as engine:
-        for index, row in enumerate(rows):
-            prompt = dataset[index]
-            assert prompt["input_ids"].tolist() == row["input_ids"]
-            for layer, alone_TD in engine.capture_alone(row["input_ids"]).items():
-                assert torch.equal(prompt["hidden_states"][layer], alone_TD), f"{row['id']}, layer {layer}"
+    for index, row in enumerate(rows):
+        prompt, alone = dataset[index], tiny_sglang.capture_alone(row["input_ids"])
+        assert prompt["input_ids"].tolist() == row["input_ids"]
+        for layer, hidden_TD in prompt["hidden_states"].items():
+            assert torch.equal(hidden_TD, alone[layer]), f"{row['id']}, layer {layer}"
 
 
 @pytest.fixture

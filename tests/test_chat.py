@@ -68,7 +68,10 @@ def test_every_assistant_turn_is_trained_and_nothing_between(demo_tokenizer):
         ([user("Say it."), assistant("")], ["<|im_end|>\n"]),
         ([user("Say it."), assistant("One."), assistant("Two.")], ["One.<|im_end|>\n", "Two.<|im_end|>\n"]),
         ([system("You start."), assistant("Welcome.")], ["Welcome.<|im_end|>\n"]),
-        ([user("你好 🙂"), assistant("Žluťoučký kůň 👩‍👩‍👧 e\u0301 \u202eabc")], ["Žluťoučký kůň 👩‍👩‍👧 e\u0301 \u202eabc<|im_end|>\n"]),
+        (
+            [user("你好 🙂"), assistant("Žluťoučký kůň 👩‍👩‍👧 e\u0301 \u202eabc")],
+            ["Žluťoučký kůň 👩‍👩‍👧 e\u0301 \u202eabc<|im_end|>\n"],
+        ),
         ([user("x"), assistant("def f():\n\n\treturn 1\n\n")], ["def f():\n\n\treturn 1\n\n<|im_end|>\n"]),
         ([user("Nobody answers.")], []),
         ([user("a"), {"role": "tool", "content": "42"}, assistant("b")], ["b<|im_end|>\n"]),
@@ -169,8 +172,14 @@ def test_a_tokenizer_without_a_template_is_refused(demo_tokenizer):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refuses the conversation's first 1 messages: roles must alternate"),
-        ("{{ messages[0].tools.name }}", "refuses the conversation's first 1 messages: 'dict object' has no attribute 'tools'"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "refuses the conversation's first 1 messages: roles must alternate",
+        ),
+        (
+            "{{ messages[0].tools.name }}",
+            "refuses the conversation's first 1 messages: 'dict object' has no attribute 'tools'",
+        ),
         ("{% for m in messages %}", "refuses the conversation's first 1 messages: .*endfor"),
         ("{{ messages[0].content + 1 }}", "refuses the conversation's first 1 messages: "),
     ],

@@ -1,39 +1,31 @@
 """Both engines keep one contract: the right rows of the right layer of the right prompt, or an error."""
 
+import json
+import queue
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from hsray.engine import CaptureEngine, EngineOptions, open_engine
+from hsray.engine import CaptureEngine, EngineDied, open_engine
+from hsray.engine_sglang import SAFE_ARGS
 from hsray.layers import Layer, resolve_layers
-from hsray.model import describe_model
-from tests.reference import hugging_face_states, relative_error
+from tests.reference import MAX_TOKENS, hugging_face_states, options_for, relative_error
 
-MAX_TOKENS = 1024
 #: Where both compute in float32, rounding may differ by the order of sums and no more.
 PARITY = 1e-5
 #: What a wrong layer, token or prompt must be above, so that PARITY says something.
 WRONG = 1e-2
 
 
-def options_for(model: Path, **changes: object) -> EngineOptions:
-    """Every layer of a model in float32."""
-    description = describe_model(str(model), dtype="float32")
-    names = ["embed", *range(description.num_layers), "final"]
-    defaults = {
-        "model": description,
-        "layers": resolve_layers(names, num_layers=description.num_layers),
-        "max_tokens": MAX_TOKENS,
-        "buffer_tokens": 2 * MAX_TOKENS,
-    }
-    return EngineOptions(**(defaults | changes))
-
-
 @pytest.fixture(scope="module", params=["transformers", "sglang"])
 def tiny_engine(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[CaptureEngine]:
+    if request.param == "sglang":
+        yield request.getfixturevalue("tiny_sglang")
+        return
     with open_engine(request.param, options_for(tiny_llama)) as engine:
         yield engine
 
@@ -92,7 +84,7 @@ class TestContract:
 
     def test_buffers_are_lent_and_given_back(self, tiny_engine: CaptureEngine):
         lent = [tiny_engine.buffer(10) for _ in range(tiny_engine.options.num_buffers)]
-        with pytest.raises(Exception, match=""):
+        with pytest.raises(queue.Empty):
             tiny_engine.buffer(10, timeout_s=0.05)
         for buffer in lent:
             buffer.release()
@@ -121,13 +113,46 @@ class TestContract:
             tiny_engine.buffer(2 * MAX_TOKENS + 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("disable_radix_cache", False), ("disable_overlap_schedule", False), ("pp_size", 2)],
-)
-def test_an_engine_argument_that_corrupts_states_is_refused_before_anything_starts(tiny_llama, name, value):
+@pytest.mark.parametrize("name", SAFE_ARGS)
+def test_a_switch_that_corrupts_states_is_refused_before_anything_starts(tiny_llama: Path, name: str):
+    wrong = {"speculative_algorithm": "EAGLE3", "moe_a2a_backend": "deepep", "dp_size": 2, "pp_size": 2}
+    value = wrong.get(name, not SAFE_ARGS[name])
     with pytest.raises(ValueError, match=f"{name}.*would make hidden states wrong"):
         open_engine("sglang", options_for(tiny_llama, engine_args={name: value}))
+
+
+def test_prefill_without_any_chunking_is_refused(tiny_llama: Path):
+    with pytest.raises(ValueError, match="chunked_prefill_size"):
+        open_engine("sglang", options_for(tiny_llama, engine_args={"chunked_prefill_size": -1}))
+
+
+def test_chunks_of_a_prompt_land_in_order_and_an_engine_that_died_says_so(tiny_llama: Path):
+    """Two concerns, since each engine takes most of a minute to start."""
+    options = options_for(
+        tiny_llama, layers=resolve_layers([2, 5], num_layers=6), engine_args={"chunked_prefill_size": 16}
+    )
+    others = {process.pid for process in psutil.Process().children(recursive=True)}
+    with open_engine("sglang", options) as engine:
+        for num_tokens in (15, 16, 17, 100):
+            input_ids = random_ids(engine, num_tokens, seed=num_tokens)
+            truth = hugging_face_states(str(tiny_llama), input_ids)
+            for layer, hidden_TD in engine.capture_alone(input_ids).items():
+                assert relative_error(hidden_TD, truth[layer]) <= PARITY, f"layer {layer} of {num_tokens} tokens"
+        for process in psutil.Process().children(recursive=True):
+            if process.pid not in others and "scheduler" in " ".join(process.cmdline()):
+                process.kill()
+        with pytest.raises(EngineDied, match="scheduler process died during a prompt of 8 tokens"):
+            engine.capture_alone(random_ids(engine, 8, seed=0))
+
+
+def test_a_model_that_sglang_cannot_load_is_an_error_in_its_own_words(tiny_llama: Path, tmp_path: Path):
+    for path in tiny_llama.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["NobodysForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineDied, match="NobodysForCausalLM"):
+        open_engine("sglang", options_for(tmp_path))
 
 
 def test_an_unknown_engine_is_an_error(tiny_llama):

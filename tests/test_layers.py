@@ -78,7 +78,10 @@ def test_layers_come_out_in_depth_order_with_ends_counted(spec, layers):
         (36, "layer 36 is out of range: the model has 36 blocks, so 0..35 (or -36..-1)"),
         ([0, -37], "layer -37 is out of range"),
         ("36", "layer 36 is out of range"),
-        ("last", "layer 'last' is not known; wanted 0..35, 'embed', 'final', or alone one of 'eagle3', 'speculators-v1'"),
+        (
+            "last",
+            "layer 'last' is not known; wanted 0..35, 'embed', 'final', or alone one of 'eagle3', 'speculators-v1'",
+        ),
         ("", "layer '' is not known"),
         ("9,final", "layer '9,final' is not known"),
         (["1.0"], "layer '1.0' is not known"),

@@ -92,7 +92,11 @@ def test_states_go_from_planning_through_building_to_complete(tmp_path):
     assert load_manifest(store) is None
     PLANNING.save(store)
     building = load_manifest(store).with_plan(PLAN)
-    assert (building.state, building.identity.plan_digest, building.identity.prompts_digest) == ("building", PLAN.digest, "p0")
+    assert (building.state, building.identity.plan_digest, building.identity.prompts_digest) == (
+        "building",
+        PLAN.digest,
+        "p0",
+    )
     building.save(store)
     publish_shards(store, 0, 1, 2)
     complete(load_manifest(store), store)
@@ -193,7 +197,9 @@ def test_a_damaged_manifest_is_refused_with_its_place_and_a_way_out(tmp_path, da
     text = DAMAGED[damage]
     path = tmp_path / "manifest.json"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    with pytest.raises(ManifestError, match=rf"{re.escape(str(path))} is damaged .*restore it, or build to another out="):
+    with pytest.raises(
+        ManifestError, match=rf"{re.escape(str(path))} is damaged .*restore it, or build to another out="
+    ):
         load_manifest(Store(tmp_path))
 
 
@@ -232,7 +238,9 @@ def test_a_folder_with_something_else_is_refused(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("precious")
     found = Path(name).parts[0]
-    with pytest.raises(ManifestError, match=rf"is not empty and holds no manifest.json \(found {found}\); give an out="):
+    with pytest.raises(
+        ManifestError, match=rf"is not empty and holds no manifest.json \(found {found}\); give an out="
+    ):
         load_manifest(Store(tmp_path))
 
 
@@ -266,7 +274,10 @@ def test_pending_shards_are_the_planned_ones_that_are_not_there(published):
         ([0, 2], "1 planned shards are missing (['shards/000001.parquet']), 0 were not planned ([])"),
         ([], "3 planned shards are missing"),
         ([0, 1, 2, 7], "0 planned shards are missing ([]), 1 were not planned (['shards/000007.parquet'])"),
-        ([0, 1, 3], "1 planned shards are missing (['shards/000002.parquet']), 1 were not planned (['shards/000003.parquet'])"),
+        (
+            [0, 1, 3],
+            "1 planned shards are missing (['shards/000002.parquet']), 1 were not planned (['shards/000003.parquet'])",
+        ),
     ],
 )
 def test_only_a_dataset_with_every_planned_shard_and_no_other_is_complete(tmp_path, shards, message):

@@ -203,7 +203,11 @@ def test_the_first_row_that_cannot_be_used_is_named(tmp_path, source, place):
 
 @pytest.mark.parametrize(
     ("blocks", "message"),
-    [([], "0 rows, 0 dropped"), ([block_of([])], "0 rows, 0 dropped"), ([block_of([prompt(0, too_long=True)])], "1 rows, 1 dropped")],
+    [
+        ([], "0 rows, 0 dropped"),
+        ([block_of([])], "0 rows, 0 dropped"),
+        ([block_of([prompt(0, too_long=True)])], "1 rows, 1 dropped"),
+    ],
 )
 def test_a_dataset_without_prompts_is_an_error(tmp_path, blocks, message):
     with pytest.raises(PromptError, match=f"the dataset has no prompt to build from .{message}"):
@@ -230,7 +234,9 @@ def test_a_changed_plan_file_is_refused(planned, tmp_path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is changed: .*restore the file, or build to another"):
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(str(path))} is changed: .*restore the file, or build to another"
+    ):
         read_plan_file(store, plan.files[0])
 
 
@@ -253,7 +259,16 @@ def test_a_shards_name_and_number_are_one_to_one(shard):
 
 
 @pytest.mark.parametrize(
-    "name", ["12.parquet", "0000012.parquet", "000012.parquet.tmp", "00001x.parquet", "-00012.parquet", "000012", "٠٠٠٠٠١.parquet"]
+    "name",
+    [
+        "12.parquet",
+        "0000012.parquet",
+        "000012.parquet.tmp",
+        "00001x.parquet",
+        "-00012.parquet",
+        "000012",
+        "٠٠٠٠٠١.parquet",
+    ],
 )
 def test_another_name_is_no_shards(name):
     assert shard_number(name) is None
