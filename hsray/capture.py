@@ -184,9 +184,12 @@ def install(capture: "SchedulerCapture") -> None:
     def forward_captured(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         capture.begin(forward_batch)
         try:
-            return forward(self, forward_batch, *args, **kwargs)
-        finally:
-            capture.end()
+            result = forward(self, forward_batch, *args, **kwargs)
+        except BaseException:
+            capture.report(traceback.format_exc(limit=-3))
+            raise
+        capture.end()
+        return result
 
     @functools.wraps(logits)
     def logits_after_capture(self: Any, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:

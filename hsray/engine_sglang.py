@@ -157,7 +157,8 @@ class SGLangEngine(CaptureEngine):
 
         if self._control.description is None:
             raise CaptureError(f"SGLang {self.version} loaded the model without the capture: it is not supported")
-        num_tokens = min(CANARY_TOKENS, self.options.max_tokens, self.options.buffer_tokens)
+        chunk_tokens = self.options.engine_args.get("chunked_prefill_size", CANARY_TOKENS)  # it is judged in one pass
+        num_tokens = min(CANARY_TOKENS, self.options.max_tokens, self.options.buffer_tokens, chunk_tokens)
         vocab_size = self.options.model.vocab_size
         input_ids = [(7 * index + 3) % vocab_size for index in range(num_tokens)]
         ticket = Ticket(sequence=next(self._sequence), buffer=0, shard_tokens=num_tokens, row=0, num_tokens=num_tokens)
@@ -248,6 +249,7 @@ def _cpu_args() -> dict[str, Any]:
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "mem_fraction_static": 0.2,
+        "sleep_on_idle": True,  # an idle scheduler would spin on a core that other work needs
         "max_running_requests": 16,
     }
 
@@ -315,7 +317,7 @@ def _zmq_contexts() -> dict[int, Any]:
     import zmq
 
     # SGLang keeps some of them where no attribute leads to, so the garbage collector is asked.
-    contexts = [item for item in gc.get_objects() if isinstance(item, zmq.Context)]
+    contexts = [item for item in gc.get_objects() if issubclass(type(item), zmq.Context)]
     return {id(context): context for context in contexts if not context.closed}
 
 

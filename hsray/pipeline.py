@@ -353,7 +353,7 @@ def _capture(
         .map_batches(
             CaptureWorker,
             fn_constructor_args=(job,),
-            batch_size=None,
+            batch_size=SHARDS_PER_TASK,
             batch_format="pyarrow",
             num_cpus=1,
             num_gpus=gpus_each,

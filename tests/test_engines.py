@@ -62,7 +62,8 @@ class TestContract:
         other = smol_engine.capture_alone(random_ids(smol_engine, len(ids), seed=3))
         layers: list[Layer] = list(states)
         for shifted, layer in zip(layers, layers[1:], strict=False):
-            assert relative_error(states[shifted], truth[layer]) > WRONG, f"{shifted} passes for {layer}"
+            # The first token's state is so large that it hides what the others' differ by.
+            assert relative_error(states[shifted][1:], truth[layer][1:]) > WRONG, f"{shifted} passes for {layer}"
         for layer in layers:
             assert relative_error(states[layer][1:], truth[layer][:-1]) > WRONG, f"{layer} passes one token on"
             assert relative_error(other[layer], truth[layer]) > WRONG, f"another prompt's {layer} passes"
@@ -167,3 +168,5 @@ def check_parity(engine: CaptureEngine, input_ids: list[int]) -> None:
     for layer, hidden_TD in states.items():
         assert hidden_TD.shape == truth[layer].shape
         assert relative_error(hidden_TD, truth[layer]) <= PARITY, f"layer {layer}"
+        worst = max(map(relative_error, hidden_TD, truth[layer]))
+        assert worst <= PARITY, f"layer {layer}, its worst row"

@@ -38,17 +38,18 @@ def test_a_preset_in_a_list_of_one_is_the_preset(preset):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("num_layers", range(1, 100))
-def test_a_preset_is_four_layers_in_order_or_an_error(preset, num_layers):
-    try:
-        layers = resolve_layers(preset, num_layers=num_layers)
-    except ValueError as error:
-        assert num_layers < 7
-        assert f"layers={preset!r} needs a deeper model: {num_layers} blocks" in str(error)
-    else:
-        assert num_layers >= 7
-        *blocks, last = layers
-        assert blocks == sorted({*blocks}) and len(blocks) == 3 and last == "final"
+def test_a_preset_is_three_blocks_in_order_and_final(preset):
+    for num_layers in range(7, 200):
+        *blocks, last = resolve_layers(preset, num_layers=num_layers)
+        assert blocks == sorted({*blocks})
+        assert (len(blocks), last) == (3, "final")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("num_layers", range(1, 7))
+def test_a_preset_of_a_model_too_shallow_for_it_is_an_error(preset, num_layers):
+    with pytest.raises(ValueError, match=f"layers='{preset}' needs a deeper model: {num_layers} blocks"):
+        resolve_layers(preset, num_layers=num_layers)
 
 
 @pytest.mark.parametrize(

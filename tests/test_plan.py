@@ -88,7 +88,7 @@ def test_a_shard_takes_what_fits_and_no_more(rows, shard_bytes):
     assert list(plan.shard_prompts) == [len(lengths) for lengths in shards]
     assert list(plan.shard_tokens) == [sum(lengths) for lengths in shards]
     for lengths in shards:
-        assert sum(lengths) * BYTES_PER_TOKEN <= shard_bytes or len(lengths) == 1
+        assert len(lengths) == 1 or 0 < sum(lengths) * BYTES_PER_TOKEN <= shard_bytes
     for lengths, following in zip(shards, shards[1:], strict=False):
         assert (sum(lengths) + following[0]) * BYTES_PER_TOKEN > shard_bytes
 

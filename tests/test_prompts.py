@@ -62,25 +62,27 @@ def write_lines(path: Path, rows: Iterable[object]) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of several blocks each, the largest first."""
+    folder = tmp_path_factory.mktemp("rows")
+    for number, count in enumerate([3000, 1, 1500, 700]):
+        write_lines(folder / f"part-{number}.jsonl", [{"id": f"{number}-{i}", "text": "x"} for i in range(count)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[tuple[str, str]]:
+    files = sorted(folder.glob("*.jsonl"))
+    return [
+        (f"{file}:{number}", line)
+        for file in files
+        for number, line in enumerate(file.read_text().splitlines(), start=1)
+    ]
+
+
 class TestReadingRows:
     """Every row once, in order, with the place it came from."""
-
-    @pytest.fixture(scope="class")
-    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """Files of several blocks each, the largest first."""
-        folder = tmp_path_factory.mktemp("rows")
-        for number, count in enumerate([3000, 1, 1500, 700]):
-            write_lines(folder / f"part-{number}.jsonl", [{"id": f"{number}-{i}", "text": "x"} for i in range(count)])
-        return folder
-
-    @pytest.fixture(scope="class")
-    def expected(self, folder: Path) -> list[tuple[str, str]]:
-        files = sorted(folder.glob("*.jsonl"))
-        return [
-            (f"{file}:{number}", line)
-            for file in files
-            for number, line in enumerate(file.read_text().splitlines(), start=1)
-        ]
 
     def test_files_in_the_order_given(self, folder: Path, expected: list):
         files = [folder / f"part-{number}.jsonl" for number in (3, 0, 1, 2)]
@@ -175,12 +177,13 @@ GOOD_ROWS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def prompts(options: PromptOptions) -> list[dict]:
+    return prompts_of(GOOD_ROWS, options)
+
+
 class TestPrompts:
     """What a row's prompt is."""
-
-    @pytest.fixture(scope="class")
-    def prompts(self, options: PromptOptions) -> list[dict]:
-        return prompts_of(GOOD_ROWS, options)
 
     def test_tokens_and_masks_are_those_of_the_row(self, prompts: list[dict], demo_tokenizer):
         text, chat = tokenize_text(demo_tokenizer, "Once upon a time"), tokenize_chat(demo_tokenizer, MESSAGES)
@@ -375,23 +378,25 @@ def test_prompts_have_the_schema_that_the_plan_wants(options):
     assert block.schema.equals(PROMPTS_SCHEMA)
 
 
+DIGESTED_ROWS = [{"text": f"row {number}", "id": f"r{number}"} for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def digest() -> str:
+    return digest_of(DIGESTED_ROWS)
+
+
 class TestDigest:
     """The rows' digest tells a dataset from any other, and nothing else."""
 
-    ROWS = [{"text": f"row {number}", "id": f"r{number}"} for number in range(40)]
-
-    @pytest.fixture(scope="class")
-    def digest(self) -> str:
-        return digest_of(self.ROWS)
-
     def test_equal_rows_have_equal_digests(self, digest: str):
-        assert digest_of([dict(reversed(row.items())) for row in self.ROWS]) == digest
+        assert digest_of([dict(reversed(row.items())) for row in DIGESTED_ROWS]) == digest
 
     @pytest.mark.parametrize("num_blocks", [1, 3, 40])
     def test_blocks_do_not_matter(self, digest: str, num_blocks: int):
         import ray.data
 
-        assert digest_of(ray.data.from_items(self.ROWS, override_num_blocks=num_blocks)) == digest
+        assert digest_of(ray.data.from_items(DIGESTED_ROWS, override_num_blocks=num_blocks)) == digest
 
     CHANGES: list[Callable[[list], list]] = [
         lambda rows: [*rows[:7], rows[7] | {"text": "row 7."}, *rows[8:]],
@@ -403,20 +408,20 @@ class TestDigest:
 
     @pytest.mark.parametrize("change", CHANGES)
     def test_a_character_or_the_order_does(self, digest: str, change: Callable[[list], list]):
-        assert digest_of(change(self.ROWS)) != digest
+        assert digest_of(change(DIGESTED_ROWS)) != digest
 
     def test_the_plan_has_the_same_digest_without_tokenising(self, digest: str, options: PromptOptions, tmp_path: Path):
         plan_options = PlanOptions(
             bytes_per_token=8, value_bytes_per_token=8, shard_bytes=100, too_long="error", max_tokens=64
         )
-        blocks = blocks_of(tokenize_rows(read_rows(self.ROWS), options))
+        blocks = blocks_of(tokenize_rows(read_rows(DIGESTED_ROWS), options))
         assert write_plan(blocks, Store(tmp_path), plan_options).prompts_digest == digest
 
     def test_files_cut_otherwise_are_the_same_rows(self, tmp_path: Path):
-        whole = write_lines(tmp_path / "whole.jsonl", self.ROWS)
+        whole = write_lines(tmp_path / "whole.jsonl", DIGESTED_ROWS)
         parts = [
-            write_lines(tmp_path / "a.jsonl", self.ROWS[:11]),
-            write_lines(tmp_path / "b.jsonl", self.ROWS[11:12]),
-            write_lines(tmp_path / "c.jsonl", self.ROWS[12:]),
+            write_lines(tmp_path / "a.jsonl", DIGESTED_ROWS[:11]),
+            write_lines(tmp_path / "b.jsonl", DIGESTED_ROWS[11:12]),
+            write_lines(tmp_path / "c.jsonl", DIGESTED_ROWS[12:]),
         ]
         assert digest_of(parts) == digest_of(whole)

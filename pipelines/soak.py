@@ -1,0 +1,106 @@
+"""Checks attribution at length: many prompts in one build against each one alone, and a long prompt whole and in chunks.
+
+python pipelines/soak.py --family llama --prompts 1000 --long 32768 --engine-args '{"attention_backend": "triton"}'
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from parity import VOCAB_SIZE, families, make_model, relative_error, states
+from rich.console import Console
+
+import hsray
+from hsray.engine import EngineOptions, open_engine
+from hsray.layers import resolve_layers
+from hsray.model import describe_model
+
+LAYERS = ["embed", 0, 2, 5, "final"]
+
+
+def check_build(model: str, arguments: argparse.Namespace, console: Console) -> bool:
+    """Builds prompts of 1 to --longest tokens, then runs each alone; true if all rows are there once and agree."""
+    chosen = random.Random(0)
+    rows = [
+        {
+            "id": f"p{number}",
+            "input_ids": [chosen.randrange(3, VOCAB_SIZE) for _ in range(chosen.randint(1, arguments.longest))],
+        }
+        for number in range(arguments.prompts)
+    ]
+    with tempfile.TemporaryDirectory(prefix="hsray-soak-", dir=arguments.folder) as out:
+        report = hsray.build(
+            rows, model=model, layers=LAYERS, out=out, dtype=arguments.dtype, engine_args=arguments.engine_args
+        )
+        console.print(str(report))
+        dataset = hsray.read(out)
+        ids = [dataset[index]["prompt_id"] for index in range(len(dataset))]
+        description = describe_model(model, dtype=arguments.dtype)
+        options = EngineOptions(
+            model=description,
+            layers=resolve_layers(LAYERS, num_layers=description.num_layers),
+            max_tokens=arguments.longest,
+            buffer_tokens=arguments.longest,
+            num_buffers=1,
+            engine_args=arguments.engine_args,
+        )
+        worst, exact = 0.0, 0
+        with open_engine("sglang", options) as engine:
+            for index, row in enumerate(rows):
+                alone = engine.capture_alone(row["input_ids"])
+                stored = dataset[index]["hidden_states"]
+                error = max(relative_error(stored[layer], alone[layer]) for layer in alone)
+                worst, exact = max(worst, error), exact + (error == 0)
+    right = ids == [row["id"] for row in rows] and worst <= arguments.allowed
+    console.print(
+        f"{len(ids)} rows for {len(rows)} prompts, {len(set(ids))} different; {exact} bit-equal to the prompt alone, "
+        f"worst relative error {worst:.1e} ({arguments.allowed:.0e} allowed): {'right' if right else 'WRONG'}"
+    )
+    return right
+
+
+def check_chunks(model: str, arguments: argparse.Namespace, console: Console) -> bool:
+    """Runs one long prompt whole and in chunks of 8192; true if every layer has all rows and both agree."""
+    chosen = random.Random(1)
+    input_ids = [chosen.randrange(3, VOCAB_SIZE) for _ in range(arguments.long)]
+    runs: list[Mapping[Any, Any]] = [
+        states("sglang", model, arguments.dtype, input_ids, arguments.engine_args | changes)
+        for changes in ({}, {"chunked_prefill_size": 8192})
+    ]
+    errors = {layer: relative_error(runs[1][layer], runs[0][layer]) for layer in runs[0]}
+    right = max(errors.values()) <= arguments.allowed
+    console.print(
+        f"{arguments.long} tokens whole and in chunks of 8192: worst relative error {max(errors.values()):.1e} "
+        f"({arguments.allowed:.0e} allowed): {'right' if right else 'WRONG'}"
+    )
+    return right
+
+
+def main() -> int:
+    """Runs both checks; exit status 1 if one fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--family", default="llama", choices=list(families()), help="of the random-weight model (default: llama)")
+    add("--prompts", type=int, default=1000)
+    add("--longest", type=int, default=4096, help="prompts have 1 to this many tokens (default: 4096)")
+    add("--long", type=int, default=32768, help="tokens of the long prompt; 0 leaves it out (default: 32768)")
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    add("--allowed", type=float, default=1e-2, help="relative error: about one bfloat16 run's own (default: 0.01)")
+    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="for SGLang")
+    add("--folder", type=Path, help="where the dataset goes, in a temporary folder (default: the system's)")
+    arguments = parser.parse_args()
+    console = Console(width=160)
+    with tempfile.TemporaryDirectory(prefix="hsray-soak-model-") as folder:
+        make_model(families()[arguments.family](), Path(folder))
+        right = check_build(folder, arguments, console)
+        right &= not arguments.long or check_chunks(folder, arguments, console)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
