@@ -31,15 +31,15 @@ NEAR_TIE = 0.03
 class Canary:
     """Watches the blocks' outputs for one prompt, then judges the states captured from it."""
 
-    def __init__(self, model: "torch.nn.Module", blocks: "Sequence[torch.nn.Module]", norm: "torch.nn.Module"):
-        self._model, self._norm, self._num_layers = model, norm, len(blocks)
+    def __init__(self, model: "torch.nn.Module", decoder: "torch.nn.Module"):
+        self._model, self._norm, self._num_layers = model, decoder.norm, len(decoder.layers)
         self._outputs: dict[int, torch.Tensor] = {}
         self._embedding: torch.Tensor | None = None
         self._hooks = [
             block.register_forward_hook(self._block_hook(number), with_kwargs=True)
-            for number, block in enumerate(blocks, start=1)
+            for number, block in enumerate(decoder.layers, start=1)
         ]
-        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        embedding = getattr(decoder, "embed_tokens", None)
         if embedding is not None:
             self._hooks.append(embedding.register_forward_hook(self._keep_embedding))
 
@@ -84,7 +84,8 @@ class Canary:
 
         None where the head's weight is sharded over ranks or quantised.
         """
-        head = getattr(self._model, "lm_head", None)
+        heads = (getattr(module, "lm_head", None) for module in self._model.modules())
+        head = next((head for head in heads if head is not None), None)
         weight = getattr(head, "weight", None)
         if weight is None or weight.dim() != 2 or weight.shape[0] < vocab_size or weight.shape[1] != final_TD.shape[1]:
             return None

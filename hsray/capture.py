@@ -17,7 +17,7 @@ import json
 import math
 import mmap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -234,16 +234,20 @@ class SchedulerCapture:
 
     def attach(self, model: "torch.nn.Module") -> None:
         """Hooks the loaded model's blocks and maps the shared memory. Raises: nothing runs yet, so SGLang reports it."""
-        blocks, norm = find_decoder(model, self._plan.num_layers)
+        decoder = find_decoder(model, self._plan.num_layers)
         for layer in self._plan.layers:
             block = boundary(layer, num_layers=self._plan.num_layers)
             if block is not None:
-                module, read = (norm, norm_input) if block == len(blocks) else (blocks[block], block_input)
+                module, read = (
+                    (decoder.norm, norm_input)
+                    if block == self._plan.num_layers
+                    else (decoder.layers[block], block_input)
+                )
                 module.register_forward_pre_hook(self._pre_hook(layer, read), with_kwargs=True)
         self._on_gpu = next(model.parameters()).is_cuda
         if not self._writes:
             return
-        self._canary = Canary(model, blocks, norm)
+        self._canary = Canary(model, decoder)
         self._memories = [map_memory(path, register=self._on_gpu) for path in self._plan.buffer_paths]
         self._control.describe({"architecture": type(model).__name__})
 
@@ -369,25 +373,25 @@ class SchedulerCapture:
         self._control.report(error)
 
 
-def find_decoder(model: "torch.nn.Module", num_layers: int) -> "tuple[Sequence[torch.nn.Module], torch.nn.Module]":
-    """The decoder's blocks and its final norm, wherever the model's class keeps them.
+def find_decoder(model: "torch.nn.Module", num_layers: int) -> "torch.nn.Module":
+    """The module that holds the decoder's blocks (``layers``) and final norm (``norm``), wherever the class keeps it.
 
     Raises:
         RuntimeError: no module, or more than one, has `num_layers` blocks and a norm.
     """
     import torch
 
-    found = []
+    found = {}
     for name, module in model.named_modules():
-        blocks, norm = getattr(module, "layers", None), getattr(module, "norm", None)
-        if norm is not None and isinstance(blocks, torch.nn.ModuleList) and len(blocks) == num_layers:
-            found.append((name, blocks, norm))
+        blocks = getattr(module, "layers", None)
+        if isinstance(blocks, torch.nn.ModuleList) and len(blocks) == num_layers and hasattr(module, "norm"):
+            found[name] = module
     if len(found) != 1:
         raise RuntimeError(
             f"hsray: {type(model).__name__} has {len(found)} stacks of {num_layers} blocks with a final norm "
-            f"({[name for name, *_ in found]}), one was wanted; use engine='transformers'"
+            f"({list(found)}), one was wanted; use engine='transformers'"
         )
-    return found[0][1], found[0][2]
+    return next(iter(found.values()))
 
 
 def map_memory(path: str | Path, *, register: bool) -> "torch.Tensor":

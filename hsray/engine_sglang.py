@@ -43,6 +43,7 @@ SAFE_ARGS: dict[str, Any] = {
     "dp_size": 1,
     "pp_size": 1,
     "skip_tokenizer_init": True,
+    "enable_multimodal": False,  # prompts are text; a multimodal checkpoint's language model is what runs
     "skip_server_warmup": True,
 }
 

@@ -12,6 +12,7 @@ from hsray.engine import CaptureEngine, CaptureError, EngineOptions, ShardBuffer
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PretrainedConfig
 
 #: What model classes call the norm between the last block and the LM head.
 FINAL_NORM_NAMES = ("norm", "final_layernorm", "ln_f", "norm_f", "final_layer_norm")
@@ -34,10 +35,13 @@ class TransformersEngine(CaptureEngine):
         engine_args = dict(options.engine_args)
         device = engine_args.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
         self.version = version("transformers")
-        load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, options.model.model)
+        config = transformers.AutoConfig.from_pretrained(
+            options.model.model, trust_remote_code=options.trust_remote_code
+        )
+        auto_model = auto_model_class(config)
+        load = functools.partial(auto_model.from_pretrained, options.model.model)
         if engine_args.pop("load_format", None) == "dummy":
-            config = transformers.AutoConfig.from_pretrained(options.model.model)
-            load = functools.partial(transformers.AutoModelForCausalLM.from_config, config)
+            load = functools.partial(auto_model.from_config, config)
         with torch.device(device):
             model = load(
                 dtype=getattr(torch, options.model.dtype), trust_remote_code=options.trust_remote_code, **engine_args
@@ -75,6 +79,18 @@ class TransformersEngine(CaptureEngine):
 
     def close(self) -> None:
         self._model = self._decoder = None
+
+
+def auto_model_class(config: "PretrainedConfig") -> Any:
+    """The `transformers` auto class that loads a config's model: the language model's, else the multimodal one's."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in getattr(
+        config, "auto_map", {}
+    ):
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
 
 
 def _final_norm(decoder: "torch.nn.Module") -> "torch.nn.Module":

@@ -410,13 +410,17 @@ class CaptureWorker:
         """Captures and publishes a task's shards; yields a receipt for each, in order, once it is published."""
         writing: deque[Future[Receipt]] = deque()
         for row in range(len(shards)):
+            if len(writing) == self._engine.options.num_buffers:
+                yield _receipt_table(self._take(writing))
             writing.append(self._start_shard(_shard_prompts(shards.slice(row, 1))))
-            while writing[0].done() or len(writing) >= self._engine.options.num_buffers:
-                yield _receipt_table(writing.popleft().result())
-                if not writing:
-                    break
         while writing:
-            yield _receipt_table(writing.popleft().result())
+            yield _receipt_table(self._take(writing))
+
+    def _take(self, writing: "deque[Future[Receipt]]") -> Receipt:
+        """The oldest shard's receipt, once it is published; the engine idles meanwhile."""
+        asked = time.monotonic()
+        receipt = writing.popleft().result()
+        return replace(receipt, wait_s=receipt.wait_s + time.monotonic() - asked)
 
     def _start_shard(self, prompts: ShardPrompts) -> "Future[Receipt]":
         """Captures a shard and hands it to the writer."""

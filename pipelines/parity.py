@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hsray.engine import CaptureError, EngineName, EngineOptions, open_engine
+from hsray.engine_transformers import auto_model_class
 from hsray.layers import Layer, resolve_layers
 from hsray.model import describe_model
 
@@ -36,6 +37,8 @@ FLOAT32_ERROR = 1e-5
 LEFT_OUT = ("moe_layer_freq", "scoring_func", "topk_method", "swiglu_limit", "hidden_act")
 
 VOCAB_SIZE = 8192
+#: Ids from here on stand for images in the multimodal models.
+TEXT_TOKENS = 8000
 COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 1024,
@@ -85,6 +88,8 @@ def families() -> Mapping[str, Callable[[], "PretrainedConfig"]]:
         ),
         "phi3": lambda: hf.Phi3Config(**(COMMON | {"num_key_value_heads": 16})),
         "olmo2": lambda: hf.Olmo2Config(**COMMON),
+        "gemma3-multimodal": _gemma3_multimodal,
+        "qwen3-vl": _qwen3_vl,
     }  # fmt: skip
 
 
@@ -112,6 +117,28 @@ def _gpt_oss() -> "PretrainedConfig":
     )  # fmt: skip
 
 
+def _gemma3_multimodal() -> "PretrainedConfig":
+    import transformers as hf
+
+    vision = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return hf.Gemma3Config(
+        text_config=_gemma() | {"sliding_window": 512}, vision_config=vision | {"image_size": 56, "patch_size": 14},
+        mm_tokens_per_image=4, boi_token_index=8000, eoi_token_index=8001, image_token_index=8002,
+    )  # fmt: skip
+
+
+def _qwen3_vl() -> "PretrainedConfig":
+    import transformers as hf
+
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    vision = {"depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "patch_size": 16}
+    return hf.Qwen3VLConfig(
+        text_config=COMMON | {"head_dim": 128, "rope_parameters": rope},
+        vision_config=vision | {"out_hidden_size": 1024, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+        image_token_id=8002, video_token_id=8003, vision_start_token_id=8000, vision_end_token_id=8001,
+    )  # fmt: skip
+
+
 def _gemma() -> dict[str, Any]:
     return COMMON | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256, "tie_word_embeddings": True}
 
@@ -119,10 +146,9 @@ def _gemma() -> dict[str, Any]:
 def make_model(config: "PretrainedConfig", folder: Path) -> None:
     """Saves a random model of a config in bfloat16, every vector away from its default, so that none goes unnoticed."""
     import torch
-    import transformers as hf
 
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(config)
+    model = auto_model_class(config).from_config(config)
     with torch.no_grad():
         for name, values in [*model.named_parameters(), *model.named_buffers()]:
             if values.dim() == 1 and "rotary" not in name:
@@ -159,7 +185,7 @@ def compare(family: str, arguments: argparse.Namespace) -> list[LayerError]:
     import torch
 
     chosen = torch.Generator().manual_seed(1)
-    input_ids = torch.randint(3, VOCAB_SIZE, (arguments.tokens,), generator=chosen).tolist()
+    input_ids = torch.randint(3, TEXT_TOKENS, (arguments.tokens,), generator=chosen).tolist()
     reference = {"attn_implementation": "eager"}  # the only one with every family's soft caps and sinks
     with tempfile.TemporaryDirectory(prefix="hsray-parity-") as folder:
         make_model(families()[family](), Path(folder))

@@ -1,4 +1,8 @@
-"""Checks attribution at length: many prompts in one build against each one alone, and a long prompt whole and in chunks.
+"""Checks at length, on a random-weight model of a family's real class.
+
+    build    many prompts of mixed lengths in one build, each row against the same prompt alone
+    chunks   one long prompt whole and in chunks of 8192
+    memory   on a GPU that other work has filled: the engine must end in an error, and no row be handed out
 
 python pipelines/soak.py --family llama --prompts 1000 --long 32768 --engine-args '{"attention_backend": "triton"}'
 """
@@ -12,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parity import VOCAB_SIZE, families, make_model, relative_error, states
+from parity import TEXT_TOKENS, families, make_model, relative_error, states
 from rich.console import Console
 
 import hsray
-from hsray.engine import EngineOptions, open_engine
+from hsray.engine import CaptureError, EngineOptions, open_engine
 from hsray.layers import resolve_layers
 from hsray.model import describe_model
 
@@ -29,7 +33,7 @@ def check_build(model: str, arguments: argparse.Namespace, console: Console) -> 
     rows = [
         {
             "id": f"p{number}",
-            "input_ids": [chosen.randrange(3, VOCAB_SIZE) for _ in range(chosen.randint(1, arguments.longest))],
+            "input_ids": [chosen.randrange(3, TEXT_TOKENS) for _ in range(chosen.randint(1, arguments.longest))],
         }
         for number in range(arguments.prompts)
     ]
@@ -67,7 +71,7 @@ def check_build(model: str, arguments: argparse.Namespace, console: Console) -> 
 def check_chunks(model: str, arguments: argparse.Namespace, console: Console) -> bool:
     """Runs one long prompt whole and in chunks of 8192; true if every layer has all rows and both agree."""
     chosen = random.Random(1)
-    input_ids = [chosen.randrange(3, VOCAB_SIZE) for _ in range(arguments.long)]
+    input_ids = [chosen.randrange(3, TEXT_TOKENS) for _ in range(arguments.long)]
     runs: list[Mapping[Any, Any]] = [
         states("sglang", model, arguments.dtype, input_ids, arguments.engine_args | changes)
         for changes in ({}, {"chunked_prefill_size": 8192})
@@ -81,14 +85,42 @@ def check_chunks(model: str, arguments: argparse.Namespace, console: Console) ->
     return right
 
 
+def check_memory(model: str, arguments: argparse.Namespace, console: Console) -> bool:
+    """Takes the GPU's free memory away from an open engine; true if its next long prompt is an error."""
+    import torch
+
+    description = describe_model(model, dtype=arguments.dtype)
+    options = EngineOptions(
+        model=description,
+        layers=resolve_layers(LAYERS, num_layers=description.num_layers),
+        max_tokens=arguments.long,
+        buffer_tokens=arguments.long,
+        num_buffers=1,
+        engine_args=arguments.engine_args,
+    )
+    with open_engine("sglang", options) as engine:
+        free_bytes, _ = torch.cuda.mem_get_info()
+        hog = torch.empty(free_bytes - (256 << 20), dtype=torch.uint8, device="cuda")
+        try:
+            engine.capture_alone([3] * arguments.long)
+        except CaptureError as error:
+            console.print(
+                f"{arguments.long} tokens with {free_bytes - len(hog) >> 20} MiB free: {type(error).__name__}: {error}"
+            )
+            return "out of memory" in str(error)
+    console.print("a prompt that cannot have had the memory it needs was captured: WRONG")
+    return False
+
+
 def main() -> int:
-    """Runs both checks; exit status 1 if one fails."""
+    """Runs the checks asked for; exit status 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--family", default="llama", choices=list(families()), help="of the random-weight model (default: llama)")
-    add("--prompts", type=int, default=1000)
+    add("--checks", nargs="+", default=["build", "chunks"], choices=list(CHECKS), help="(default: build chunks)")
+    add("--prompts", type=int, default=1000, help="of the build (default: 1000)")
     add("--longest", type=int, default=4096, help="prompts have 1 to this many tokens (default: 4096)")
-    add("--long", type=int, default=32768, help="tokens of the long prompt; 0 leaves it out (default: 32768)")
+    add("--long", type=int, default=32768, help="tokens of the long prompt (default: 32768)")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     add("--allowed", type=float, default=1e-2, help="relative error: about one bfloat16 run's own (default: 0.01)")
     add("--engine-args", type=json.loads, default={}, metavar="JSON", help="for SGLang")
@@ -97,9 +129,11 @@ def main() -> int:
     console = Console(width=160)
     with tempfile.TemporaryDirectory(prefix="hsray-soak-model-") as folder:
         make_model(families()[arguments.family](), Path(folder))
-        right = check_build(folder, arguments, console)
-        right &= not arguments.long or check_chunks(folder, arguments, console)
-    return 0 if right else 1
+        results = [CHECKS[name](folder, arguments, console) for name in arguments.checks]
+    return 0 if all(results) else 1
+
+
+CHECKS = {"build": check_build, "chunks": check_chunks, "memory": check_memory}
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ import pytest
 from hsray.chat import tokenize_chat, tokenize_text
 from hsray.plan import PlanOptions, write_plan
 from hsray.plan import digest_rows as digest_blocks
-from hsray.prompts import PROMPTS_SCHEMA, PromptOptions, digest_rows, read_rows, tokenize_rows
+from hsray.prompts import PROMPTS_SCHEMA, PromptError, PromptOptions, digest_rows, read_rows, tokenize_rows
 from hsray.store import Store
 
 VOCAB_SIZE = 49152
+PLAN_OPTIONS = PlanOptions(bytes_per_token=8, value_bytes_per_token=8, shard_bytes=100, too_long="error", max_tokens=64)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -231,12 +232,11 @@ class TestPrompts:
         for source in sources:
             assert [content(prompt) for prompt in prompts_of(source, options)] == wanted
 
-    def test_prompts_of_many_blocks_keep_their_order(self, options: PromptOptions):
-        import ray.data
-
-        rows = [{"input_ids": [number, 1]} for number in range(6000)]
-        prompts = prompts_of(ray.data.from_items(rows, override_num_blocks=9), options)
-        assert [prompt["input_ids"][0] for prompt in prompts] == list(range(6000))
+    def test_prompts_of_many_blocks_keep_their_order_though_the_first_takes_longest(self, options: PromptOptions):
+        rows = [{"id": number, "text": "word " * 400} for number in range(1000)]
+        rows += [{"id": number, "input_ids": [number]} for number in range(1000, 6000)]
+        prompts = prompts_of(rows, replace(options, too_long="drop"))
+        assert [prompt["prompt_id"] for prompt in prompts] == [str(number) for number in range(6000)]
 
     def test_a_model_without_a_tokenizer_serves_token_ids_alone(self, options: PromptOptions, tiny_llama: Path):
         rows = [{"input_ids": [1, 2]}, {"text": "a"}, {"messages": MESSAGES}]
@@ -364,13 +364,17 @@ def test_bytes_are_no_text(tmp_path, options):
 
 
 def test_the_first_odd_row_ends_the_plan_and_is_named(odd_file, options, tmp_path):
-    plan_options = PlanOptions(
-        bytes_per_token=8, value_bytes_per_token=8, shard_bytes=1000, too_long="error", max_tokens=64
-    )
     blocks = blocks_of(tokenize_rows(read_rows(odd_file), options))
     with pytest.raises(ValueError) as caught:
-        write_plan(blocks, Store(tmp_path / "out"), plan_options)
+        write_plan(blocks, Store(tmp_path / "out"), PLAN_OPTIONS)
     assert str(caught.value) == f"{odd_file}:2: {ODD_LINES[0][1]}"
+
+
+@pytest.mark.parametrize("ids", [["a", "b", "a"], ["#a", "b", "#a"], [7, 8, "7"], ["#a", "#a-2", "#a"]])
+def test_one_own_id_for_two_rows_ends_the_plan(options, tmp_path, ids):
+    rows = [{"id": own_id, "input_ids": [number]} for number, own_id in enumerate(ids)]
+    with pytest.raises(PromptError, match=r"^dataset\[\d\]: .*id"):
+        write_plan(blocks_of(tokenize_rows(read_rows(rows), options)), Store(tmp_path / "out"), PLAN_OPTIONS)
 
 
 def test_prompts_have_the_schema_that_the_plan_wants(options):
@@ -411,11 +415,8 @@ class TestDigest:
         assert digest_of(change(DIGESTED_ROWS)) != digest
 
     def test_the_plan_has_the_same_digest_without_tokenising(self, digest: str, options: PromptOptions, tmp_path: Path):
-        plan_options = PlanOptions(
-            bytes_per_token=8, value_bytes_per_token=8, shard_bytes=100, too_long="error", max_tokens=64
-        )
         blocks = blocks_of(tokenize_rows(read_rows(DIGESTED_ROWS), options))
-        assert write_plan(blocks, Store(tmp_path), plan_options).prompts_digest == digest
+        assert write_plan(blocks, Store(tmp_path), PLAN_OPTIONS).prompts_digest == digest
 
     def test_files_cut_otherwise_are_the_same_rows(self, tmp_path: Path):
         whole = write_lines(tmp_path / "whole.jsonl", DIGESTED_ROWS)

@@ -194,7 +194,7 @@ def test_a_number_that_is_not_finite_is_refused_with_its_prompt_and_layer(number
 def test_states_with_more_or_fewer_rows_than_tokens_are_refused():
     states = random_states([2, 4], ["final"], 4, torch.float16)
     for lengths in ([2, 3], [2, 5]):
-        with pytest.raises(ShardError, match=rf"'final' of shard 7: shape \[6, 4\], {sum(lengths)} rows wanted"):
+        with pytest.raises(ShardError, match=rf"'final' of shard 7: .*\[6, 4\].*\b{sum(lengths)}\b.* wanted"):
             table_of(lengths, states)
 
 
@@ -246,10 +246,12 @@ def test_a_file_says_what_its_columns_hold():
         }
 
 
-def test_states_are_stored_as_they_are_in_uncompressed_pages():
+def test_states_are_stored_uncompressed_as_they_are():
     lengths = [100, 200]
     states = random_states(lengths, [0], 64, torch.bfloat16)
     data = bytes_of(table_of(lengths, states))
+    group = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0)
+    assert {group.column(index).compression for index in range(group.num_columns)} == {"UNCOMPRESSED"}
     for hidden_TD in states[0].split(lengths):
         assert bits(hidden_TD).numpy().tobytes() in data
 
