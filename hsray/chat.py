@@ -45,8 +45,17 @@ def tokenize_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Messa
 
 def tokenize_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[list[int], list[bool]]:
     """Tokenises plain text, with the special tokens that the tokenizer itself adds; every token is trained on."""
-    input_ids = tokenizer(text)["input_ids"]
+    input_ids = tokenizer(check_unicode(text))["input_ids"]
     return input_ids, [True] * len(input_ids)
+
+
+def check_unicode(text: str) -> str:
+    """Returns a text; raises ValueError if it holds half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not Unicode text: half a surrogate pair at character {error.start}") from None
+    return text
 
 
 def _check_messages(messages: Any) -> None:
@@ -63,6 +72,11 @@ def _turn_span(
     tokenizer: "PreTrainedTokenizerBase", text: str, messages: Sequence[Message], turn: int
 ) -> tuple[int, int]:
     """Where an assistant turn starts and stops in the conversation's text, in characters."""
+    if turn == 0:
+        raise ValueError(
+            "message 0 is the assistant's: what the template writes before it cannot be told from it; begin with a "
+            "system or user message"
+        )
     before = _render(tokenizer, messages[:turn], generation_prompt=True)
     through = _render(tokenizer, messages[: turn + 1], generation_prompt=False)
     for part in (before, through):
@@ -78,16 +92,13 @@ def _turn_span(
 
 
 def _render(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], *, generation_prompt: bool) -> str:
-    from jinja2 import TemplateError
-
-    if not messages:
-        return ""
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
-    except TemplateError as error:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
+    except Exception as error:  # a template is a program: it may raise anything
         raise ValueError(
             f"the chat template refuses the conversation's first {len(messages)} messages: {error}"
         ) from error
+    return check_unicode(text)
 
 
 def _mask_by_prefixes(

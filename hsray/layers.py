@@ -36,7 +36,8 @@ def resolve_layers(spec: LayersSpec, *, num_layers: int) -> tuple[Layer, ...]:
     if len(names) == 1 and names[0] in PRESETS:
         preset = names[0]
         names = PRESETS[preset](num_layers)
-        if len(set(names)) < len(names) or any(isinstance(n, int) and n < 0 for n in names):
+        blocks = [name for name in names if isinstance(name, int)]
+        if blocks != sorted(set(blocks)) or blocks[0] < 0:
             raise ValueError(
                 f"layers={preset!r} needs a deeper model: {num_layers} blocks make it {names}; name layers"
             )
@@ -65,7 +66,7 @@ def _resolve_one(name: int | str, num_layers: int) -> Layer:
     if name in ("embed", "final"):
         return name
     try:
-        index = int(name)
+        index = name if type(name) is int else int(str(name))
     except ValueError:
         wanted = ", ".join(repr(preset) for preset in PRESETS)
         raise ValueError(

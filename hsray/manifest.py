@@ -8,6 +8,7 @@ It holds no time and no random name, so the same build always ends with the same
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 from hsray.plan import Plan, PlanFile, shard_name, shard_number
@@ -41,6 +42,10 @@ class Identity:
     prompts_digest: str | None
     """None until the plan is written."""
     plan_digest: str | None
+
+    def __post_init__(self) -> None:
+        # As it reads back from JSON, so that asking in the same words finds the same identity.
+        object.__setattr__(self, "engine_args", json.loads(json.dumps(self.engine_args)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +158,13 @@ def _parse(content: dict[str, Any]) -> Manifest:
     if content["state"] not in ("planning", "building", "complete"):
         raise ValueError(f"state {content['state']!r}")
     identity = dict(content["identity"])
+    if not isinstance(identity["layers"], list):
+        raise ValueError("its layers are no list")
+    missing = [
+        name for name, value in identity.items() if value is None and name not in ("prompts_digest", "plan_digest")
+    ]
+    if missing:
+        raise ValueError(f"its identity has no {', '.join(missing)}")
     identity["layers"] = tuple(identity["layers"])
     plan = _parse_plan(content["plan"]) if content["plan"] is not None else None
     sizes = content["shard_file_bytes"]
@@ -164,7 +176,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
     )
     if manifest.state != "planning" and (plan is None or plan.digest != manifest.identity.plan_digest):
         raise ValueError("its plan is not the one its identity names")
-    if manifest.state == "complete" and (sizes is None or len(sizes) != plan.num_shards):
+    if manifest.state == "complete" and (not _are_counts(sizes) or len(sizes) != plan.num_shards):
         raise ValueError("it is complete without an inventory of every shard")
     return manifest
 
@@ -175,6 +187,16 @@ def _parse_plan(content: dict[str, Any]) -> Plan:
     for name in ("shard_prompts", "shard_tokens"):
         values[name] = tuple(values[name])
     plan = Plan(**values)
-    if len(plan.shard_prompts) != plan.num_shards or sum(file.num_shards for file in plan.files) != plan.num_shards:
+    if not _are_counts(content["shard_prompts"]) or not _are_counts(content["shard_tokens"]):
+        raise ValueError("its plan's counts are no counts")
+    first_shards = [0, *accumulate(file.num_shards for file in plan.files)]
+    if len(plan.shard_prompts) != plan.num_shards or first_shards != [
+        *(f.first_shard for f in plan.files),
+        plan.num_shards,
+    ]:
         raise ValueError("its plan's counts do not agree")
     return plan
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

@@ -94,7 +94,9 @@ def _load_config(model: str, trust_remote_code: bool) -> "PretrainedConfig":
         raise FileNotFoundError(f"model {model!r} is a folder without a config.json; name a saved Transformers model")
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        if path.is_dir():
+            raise
         raise FileNotFoundError(
             f"model {model!r} is no folder here, and no hub that can be reached knows it; "
             f"give a local folder or a hub name ({str(error).splitlines()[0]})"

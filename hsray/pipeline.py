@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 #: Shards in one Ray task. An actor's engine idles between tasks while the last shard of one is written.
 SHARDS_PER_TASK = 4
 
+#: Ray Data writes its own advice into a worker's exception, from here on.
+RAY_ADVICE = "\nFailed to apply UDF transform after"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
@@ -546,6 +549,8 @@ def _own_error(error: BaseException) -> BaseException:
         if inner is None:
             break
         error = inner
+    if error.args and isinstance(error.args[0], str):
+        error.args = (error.args[0].split(RAY_ADVICE)[0], *error.args[1:])
     return error
 
 

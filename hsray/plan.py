@@ -234,7 +234,7 @@ class _PlanWriter:
             )
         # The same content twice, without an id of its own: both are kept.
         self._repeats[prompt_id] = self._repeats.get(prompt_id, 1) + 1
-        return f"{prompt_id}-{self._repeats[prompt_id]}"
+        return self._unique_id(f"{prompt_id}-{self._repeats[prompt_id]}", source)
 
     def _check_size(self, prompt_id: str, num_tokens: int) -> None:
         num_bytes = num_tokens * self._options.value_bytes_per_token

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from hsray.chat import tokenize_chat, tokenize_text
+from hsray.chat import check_unicode, tokenize_chat, tokenize_text
 from hsray.model import load_tokenizer
 
 if TYPE_CHECKING:
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 
 Dataset = "str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]] | ray.data.Dataset"
 
+#: Where a row came from, its JSON text, and why it cannot be read, if it cannot.
+Row = tuple[str | None, str, str | None]
+
 READ_BATCH_ROWS = 1024
 TOKENIZE_BATCH_ROWS = 256
 
-ROWS_SCHEMA = pa.schema([("source", pa.string()), ("row", pa.large_string())])
+ROWS_SCHEMA = pa.schema([("source", pa.string()), ("row", pa.large_string()), ("error", pa.string())])
 PROMPTS_SCHEMA = pa.schema(
     [
         ("source", pa.string()),
@@ -128,33 +131,34 @@ def _read_files(batch: pa.Table, *, storage_options: Mapping[str, Any] | None) -
         yield from _batched(read(url, storage_options))
 
 
-def _batched(pairs: Iterator[tuple[str, str]]) -> Iterator[pa.Table]:
-    sources: list[str] = []
-    texts: list[str] = []
-    for source, text in pairs:
-        sources.append(source)
-        texts.append(text)
-        if len(texts) == READ_BATCH_ROWS:
-            yield pa.table([sources, texts], schema=ROWS_SCHEMA)
-            sources, texts = [], []
-    yield pa.table([sources, texts], schema=ROWS_SCHEMA)
+def _batched(rows: Iterator[Row]) -> Iterator[pa.Table]:
+    batch: list[Row] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == READ_BATCH_ROWS:
+            yield _rows_table(batch)
+            batch = []
+    yield _rows_table(batch)
 
 
-def _read_lines(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+def _rows_table(rows: Sequence[Row]) -> pa.Table:
+    return pa.table([list(column) for column in zip(*rows, strict=True)] or [[], [], []], schema=ROWS_SCHEMA)
+
+
+def _read_lines(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[Row]:
     from fsspec.core import url_to_fs
 
     fs, path = url_to_fs(url, **(storage_options or {}))
     with fs.open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                # Undecodable bytes become escapes, which JSON then refuses with the line's number.
-                yield (
-                    f"{path}:{number}",
-                    line.decode("utf-8", errors="surrogateescape").strip().encode("utf-8", "backslashreplace").decode(),
-                )
+                try:
+                    yield f"{path}:{number}", line.decode().strip(), None
+                except UnicodeDecodeError as error:
+                    yield f"{path}:{number}", line.decode(errors="replace"), f"not UTF-8 text: {error}"
 
 
-def _read_parquet(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+def _read_parquet(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[Row]:
     import pyarrow.parquet as pq
     from fsspec.core import url_to_fs
 
@@ -163,7 +167,7 @@ def _read_parquet(url: str, storage_options: Mapping[str, Any] | None) -> Iterat
     with fs.open(path, "rb") as file:
         for batch in pq.ParquetFile(file).iter_batches(batch_size=READ_BATCH_ROWS):
             for row in batch.to_pylist():
-                yield f"{path}: row {number}", _to_json(row)
+                yield f"{path}: row {number}", _to_json(row), None
                 number += 1
 
 
@@ -171,24 +175,23 @@ def _list_rows(dataset: Sequence[Mapping[str, Any]]) -> list[pa.Table]:
     tables = []
     for start in range(0, len(dataset), READ_BATCH_ROWS):
         chunk = dataset[start : start + READ_BATCH_ROWS]
-        sources = [f"dataset[{start + offset}]" for offset in range(len(chunk))]
-        tables.append(pa.table([sources, [_to_json(row) for row in chunk]], schema=ROWS_SCHEMA))
+        tables.append(_rows_table([(f"dataset[{start + at}]", _to_json(row), None) for at, row in enumerate(chunk)]))
     return tables or [ROWS_SCHEMA.empty_table()]
 
 
 def _dataset_rows(batch: pa.Table) -> pa.Table:
-    texts = [_to_json(row) for row in batch.to_pylist()]
-    return pa.table([[None] * len(texts), texts], schema=ROWS_SCHEMA)
+    return _rows_table([(None, _to_json(row), None) for row in batch.to_pylist()])
 
 
 def _to_json(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False, sort_keys=True, default=_jsonable)
+    text = json.dumps(row, ensure_ascii=False, sort_keys=True, default=_jsonable)
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def _jsonable(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
-    return repr(value)
+    return {type(value).__name__: repr(value)}  # not text: a prompt made of it is refused, any other column passes
 
 
 def _digest_batch(batch: pa.Table) -> pa.Table:
@@ -201,7 +204,8 @@ def _row_digest(text: str) -> bytes:
 
 def _tokenize_batch(batch: pa.Table, *, options: PromptOptions) -> pa.Table:
     tokenizer = _tokenizer(options.model, options.trust_remote_code)
-    prompts = [_to_prompt(text, tokenizer, options) for text in batch["row"].to_pylist()]
+    rows = zip(batch["row"].to_pylist(), batch["error"].to_pylist(), strict=True)
+    prompts = [_to_prompt(text, error, tokenizer, options) for text, error in rows]
     columns = [batch["source"].to_pylist(), [_row_digest(text) for text in batch["row"].to_pylist()]]
     columns += [[prompt[name] for prompt in prompts] for name in PROMPTS_SCHEMA.names[2:]]
     return pa.table(columns, schema=PROMPTS_SCHEMA)
@@ -213,8 +217,12 @@ def _tokenizer(model: str, trust_remote_code: bool) -> "PreTrainedTokenizerBase 
     return load_tokenizer(model, trust_remote_code=trust_remote_code)
 
 
-def _to_prompt(text: str, tokenizer: "PreTrainedTokenizerBase | None", options: PromptOptions) -> dict[str, Any]:
-    prompt: dict[str, Any] = dict.fromkeys(PROMPTS_SCHEMA.names[2:])
+def _to_prompt(
+    text: str, unreadable: str | None, tokenizer: "PreTrainedTokenizerBase | None", options: PromptOptions
+) -> dict[str, Any]:
+    prompt: dict[str, Any] = dict.fromkeys(PROMPTS_SCHEMA.names[2:], None) | {"error": unreadable}
+    if unreadable:
+        return prompt
     try:
         row = json.loads(text)
         if not isinstance(row, dict):
@@ -276,7 +284,10 @@ def _prompt_id(row: dict[str, Any], input_ids: list[int], loss_mask: list[bool])
     """The row's own 'prompt_id' or 'id', else a digest of its tokens and mask."""
     for name in ("prompt_id", "id"):
         if row.get(name) is not None:
-            return str(row[name])
+            own_id = check_unicode(str(row[name]))
+            if own_id.startswith("#"):
+                raise PromptError(f"its id {own_id!r} begins with '#', as do ids made of content; give it another")
+            return own_id
     digest = hashlib.blake2b(np.asarray(input_ids, np.int32).tobytes(), digest_size=12)
     digest.update(np.packbits(loss_mask).tobytes())
     return f"#{digest.hexdigest()}"

@@ -65,6 +65,7 @@ class HiddenStates:
         prompts = [manifest.plan.shard_prompts[shard] for shard in self._shards]
         self._starts = np.cumsum([0, *prompts])
         self._files: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+        self._process = os.getpid()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -97,6 +98,8 @@ class HiddenStates:
         return to_tensor(table[name].chunk(0), row, table.schema.field(name), num_tokens)
 
     def _open(self, shard: int) -> pq.ParquetFile:
+        if self._process != os.getpid():  # a forked worker would share the files' positions with its parent
+            self._files, self._process = OrderedDict(), os.getpid()
         if shard not in self._files:
             while len(self._files) >= OPEN_SHARDS:
                 self._files.popitem(last=False)[1].close()

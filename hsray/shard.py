@@ -80,8 +80,15 @@ def shard_table(prompts: ShardPrompts, states: "Mapping[Layer, torch.Tensor]", s
         pa.array(prompts.input_ids, pa.list_(pa.int32())),
         pa.array(prompts.loss_masks, pa.list_(pa.bool_())),
     ]
-    for layer, hidden_SD in states.items():
+    for layer, name in layer_columns(schema).items():
+        hidden_SD, field = states[layer], schema.field(name)
         check_states(hidden_SD, layer, prompts, ends)
+        stored = (str(hidden_SD.dtype).removeprefix("torch."), hidden_SD.shape[1])
+        wanted = (field.metadata[b"hsray.dtype"].decode(), int(field.metadata[b"hsray.hidden_size"]))
+        if stored != wanted:
+            raise ShardError(
+                f"layer {layer!r} of shard {prompts.shard}: {stored[0]} of width {stored[1]}; {wanted} wanted"
+            )
         row_bytes = hidden_SD.shape[1] * hidden_SD.element_size()
         offsets = pa.py_buffer((ends * row_bytes).astype(np.int64))
         values = pa.py_buffer(_bytes_of(hidden_SD))

@@ -18,7 +18,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "
 
 def parse_bytes(text: str) -> int:
     """Bytes from ``"256MiB"``, ``"1.5GB"`` or ``"1000000"``."""
-    match = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if not match or match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write for example 256MiB")
     return int(float(match[1]) * UNITS[match[2].upper()])
@@ -61,7 +61,6 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--engine-args",
         type=json.loads,
-        default={},
         metavar="JSON",
         help="arguments for the engine itself, such as '{\"tp_size\": 2}'",
     )

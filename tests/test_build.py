@@ -158,8 +158,8 @@ def test_a_bad_row_is_named_and_nothing_is_left(ray_session, tiny_llama, tmp_pat
     assert files_of(tmp_path / "out") == {}
 
 
-def build_tiny(model: Path, dataset: Path | list, out: Path | str, **changes: object) -> "hsray.pipeline.BuildReport":
-    asked = {"model": str(model), "layers": [0], "out": out, "engine": "transformers", "progress": False}
+def build_tiny(tiny: Path, dataset: Path | list, out: Path | str, **changes: object) -> "hsray.pipeline.BuildReport":
+    asked = {"model": str(tiny), "layers": [0], "out": out, "engine": "transformers", "progress": False}
     return hsray.build(dataset, **(asked | changes))
 
 
@@ -231,7 +231,7 @@ def test_states_that_are_not_finite_end_the_build_naming_the_prompt(ray_session,
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     rows = [{"id": "good", "input_ids": [1, 2]}, {"id": "bad", "input_ids": [12, 13, 14]}]
     with pytest.raises(
-        ValueError, match=r"layer 0 of shard 0 has NaN or infinite numbers in 2 rows of the prompts 'bad'"
+        ValueError, match=r"layer 0 of shard 0 has NaN or infinite numbers in 3 rows of the prompts 'bad'"
     ):
         build_tiny(broken, rows, tmp_path / "out")
     assert not any((tmp_path / "out").glob("shards/*"))

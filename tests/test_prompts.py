@@ -186,6 +186,12 @@ def prompts(options: PromptOptions) -> list[dict]:
 class TestPrompts:
     """What a row's prompt is."""
 
+    def test_prompts_of_many_blocks_keep_their_order_though_the_first_takes_longest(self, options: PromptOptions):
+        rows = [{"id": number, "text": "word " * 400} for number in range(1000)]
+        rows += [{"id": number, "input_ids": [number]} for number in range(1000, 6000)]
+        prompts = prompts_of(rows, replace(options, too_long="drop"))
+        assert [prompt["prompt_id"] for prompt in prompts] == [str(number) for number in range(6000)]
+
     def test_tokens_and_masks_are_those_of_the_row(self, prompts: list[dict], demo_tokenizer):
         text, chat = tokenize_text(demo_tokenizer, "Once upon a time"), tokenize_chat(demo_tokenizer, MESSAGES)
         assert [prompt["error"] for prompt in prompts] == [None] * len(GOOD_ROWS)
@@ -232,12 +238,6 @@ class TestPrompts:
         for source in sources:
             assert [content(prompt) for prompt in prompts_of(source, options)] == wanted
 
-    def test_prompts_of_many_blocks_keep_their_order_though_the_first_takes_longest(self, options: PromptOptions):
-        rows = [{"id": number, "text": "word " * 400} for number in range(1000)]
-        rows += [{"id": number, "input_ids": [number]} for number in range(1000, 6000)]
-        prompts = prompts_of(rows, replace(options, too_long="drop"))
-        assert [prompt["prompt_id"] for prompt in prompts] == [str(number) for number in range(6000)]
-
     def test_a_model_without_a_tokenizer_serves_token_ids_alone(self, options: PromptOptions, tiny_llama: Path):
         rows = [{"input_ids": [1, 2]}, {"text": "a"}, {"messages": MESSAGES}]
         found = prompts_of(rows, replace(options, model=str(tiny_llama)))
@@ -276,7 +276,7 @@ ODD_LINES: list[tuple[str | bytes, str]] = [
         '{"text": "a"} {"text": "b"}',
         "not JSON: Extra data: line 1 column 15 (char 14); each line must be one JSON object",
     ),
-    (b'{"text": "a"}\xff', "not JSON: Extra data: line 1 column 14 (char 13); each line must be one JSON object"),
+    (b'{"text": "a"}\xff', "not UTF-8 text: 'utf-8' codec can't decode byte 0xff in position 13: invalid start byte"),
     ('["text", "a"]', 'a row must be a JSON object; found ["text", "a"]'),
     ('"text"', 'a row must be a JSON object; found "text"'),
     ("{}", NO_COLUMN.format([])),
