@@ -45,7 +45,10 @@ class Identity:
 
     def __post_init__(self) -> None:
         # As it reads back from JSON, so that asking in the same words finds the same identity.
-        object.__setattr__(self, "engine_args", json.loads(json.dumps(self.engine_args)))
+        try:
+            object.__setattr__(self, "engine_args", json.loads(json.dumps(self.engine_args)))
+        except TypeError as error:
+            raise ValueError(f"engine_args={self.engine_args!r} must be what JSON can hold: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,8 @@ def load_manifest(store: Store) -> Manifest | None:
     """
     try:
         text = store.read(NAME)
+    except NotADirectoryError:
+        raise ManifestError(f"{store.url!r} is a file; give an out= that is a folder, or new") from None
     except FileNotFoundError:
         names = sorted(store.list())
         if names:

@@ -8,19 +8,17 @@ and a task that Ray retries skips what is already there, so a shard is never los
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
 import hsray
-from hsray.engine import CaptureError, EngineName, EngineOptions, ShardBuffer, open_engine
-from hsray.layers import Layer, LayersSpec, resolve_layers
+from hsray.engine import EngineName, EngineOptions
+from hsray.layers import LayersSpec, resolve_layers
 from hsray.manifest import NAME as MANIFEST_NAME
 from hsray.manifest import (
     Identity,
@@ -32,11 +30,13 @@ from hsray.manifest import (
     published_shards,
 )
 from hsray.model import DTYPE_BYTES, ModelDescription, describe_model, load_tokenizer, tokenizer_digest
-from hsray.plan import DROPPED_NAME, PlanFile, PlanOptions, digest_rows, read_plan_file, shard_name, write_plan
+from hsray.plan import DROPPED_NAME, PlanFile, PlanOptions, digest_rows, read_plan_file, write_plan
 from hsray.prompts import PromptOptions, read_rows, tokenize_rows
 from hsray.prompts import digest_rows as digest_dataset
-from hsray.shard import ShardPrompts, shard_schema, shard_table, write_table
+from hsray.report import BuildReport, Receipt
+from hsray.shard import shard_schema
 from hsray.store import Store
+from hsray.worker import CaptureJob, CaptureWorker
 
 if TYPE_CHECKING:
     import ray.data
@@ -48,103 +48,6 @@ SHARDS_PER_TASK = 4
 
 #: Ray Data writes its own advice into a worker's exception, from here on.
 RAY_ADVICE = "\nFailed to apply UDF transform after"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
-    """What an actor says of a published shard."""
-
-    shard: int
-    prompts: int
-    tokens: int
-    nbytes: int
-    """Of the file; 0 if it was there already."""
-    captured: bool
-    """False if the shard was there already, so that nothing was computed."""
-    engine_start_s: float
-    """How long the actor's engine took to start."""
-    started_at: float
-    """Unix time at which the shard's capture began."""
-    published_at: float
-    """Unix time at which the shard was published."""
-    wait_s: float
-    """Waiting for the writer to give memory back."""
-    capture_s: float
-    write_s: float
-    """Checking, writing and publishing, on the writer thread."""
-
-
-@dataclass(slots=True, kw_only=True)
-class BuildReport:
-    """What a build did, and what the dataset holds."""
-
-    out: str
-    layers: tuple[Layer, ...]
-    prompts: int
-    tokens: int
-    shards: int
-    nbytes: int
-    """Of all shard files."""
-    dropped: int
-    """Prompts left out by ``too_long="drop"``; listed in ``dropped.parquet``."""
-    new_shards: int = 0
-    """Captured by this call; the others were there already."""
-    new_tokens: int = 0
-    elapsed_s: float = 0.0
-    plan_s: float = 0.0
-    """Reading and tokenising the prompts, or comparing them with the plan."""
-    engine_start_s: float = 0.0
-    """Of the slowest engine."""
-    first_started_at: float = float("inf")
-    """Unix time at which the first new shard's capture began."""
-    last_published_at: float = float("-inf")
-    """Unix time at which the last new shard was published."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Summed over engines: capture, wait (for the writer), write (beside capture)."""
-
-    @property
-    def capture_wall_s(self) -> float:
-        """From the begin of the first new shard to the publication of the last; 0 where there was none."""
-        return max(0.0, self.last_published_at - self.first_started_at)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """New tokens a second, engine start apart; 0 where nothing was captured."""
-        return self.new_tokens / self.capture_wall_s if self.capture_wall_s else 0.0
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.out}: {self.prompts:,} prompts, {self.tokens:,} tokens, {self.shards:,} shards, "
-            f"{self.nbytes / 1e6:,.1f} MB; layers {', '.join(map(str, self.layers))}"
-        ]
-        if self.dropped:
-            lines.append(f"{self.dropped:,} prompts dropped, listed in dropped.parquet")
-        if not self.new_shards:
-            return "\n".join([*lines, "nothing was left to build: no engine was opened"])
-        lines.append(
-            f"{self.new_shards:,} shards captured in this run: {self.new_tokens:,} tokens at {self.tokens_per_s:,.0f} tokens/s"
-        )
-        parts = {
-            "plan": self.plan_s,
-            "engine start": self.engine_start_s,
-            "capture and write": self.capture_wall_s,
-        }
-        parts["other"] = max(0.0, self.elapsed_s - sum(parts.values()))
-        lines.append(f"{self.elapsed_s:.1f} s: " + _shares(parts, self.elapsed_s))
-        busy = sum(self.seconds.values()) - self.seconds.get("write", 0.0)
-        lines.append(f"of the engines' {busy:.1f} s: " + _shares(self.seconds, busy) + " (writing runs beside capture)")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CaptureJob:
-    """What an engine actor needs to know."""
-
-    engine: EngineName
-    options: EngineOptions
-    out: str
-    storage_options: Mapping[str, Any] | None
-    schema: pa.Schema
 
 
 def build(
@@ -226,7 +129,8 @@ def build(
         if pending:
             job = _capture_job(manifest, description, store, storage_options, trust_remote_code)
             _capture(job, manifest, pending, engines, report, progress)
-    store.sweep("shards")
+    for folder in ("", "plan", "shards"):
+        store.sweep(folder)
     manifest = complete(manifest, store) if manifest.state != "complete" else manifest
     report.nbytes = sum(manifest.shard_file_bytes)
     report.elapsed_s = time.monotonic() - started
@@ -367,7 +271,7 @@ def _capture(
     with tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="hidden states", disable=not progress) as bar:
         for block in _blocks(receipts):
             for receipt in (Receipt(**row) for row in block.to_pylist()):
-                _add_receipt(report, receipt)
+                report.add(receipt)
                 bar.start_t = report.first_started_at  # the engine's start says nothing of the time left
                 bar.set_postfix_str(
                     f"{report.new_shards}/{len(pending)} shards, {report.nbytes / 1e6:,.0f} MB", refresh=False
@@ -396,110 +300,6 @@ def _read_plan(batch: pa.Table, *, job: CaptureJob) -> Iterator[pa.Table]:
             yield plan.slice(start, SHARDS_PER_TASK)
 
 
-class CaptureWorker:
-    """An actor that owns one engine and one writer thread."""
-
-    def __init__(self, job: CaptureJob):
-        started = time.monotonic()
-        _use_all_cores()
-        self._engine = open_engine(job.engine, job.options)
-        self._store = Store(job.out, job.storage_options)
-        versions = {b"hsray.engine_version": self._engine.version.encode()}
-        self._schema = job.schema.with_metadata({**job.schema.metadata, **versions})
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hsray-writer")
-        self._engine_start_s = time.monotonic() - started
-
-    def __call__(self, shards: pa.Table) -> Iterator[pa.Table]:
-        """Captures and publishes a task's shards; yields a receipt for each, in order, once it is published."""
-        writing: deque[Future[Receipt]] = deque()
-        for row in range(len(shards)):
-            if len(writing) == self._engine.options.num_buffers:
-                yield _receipt_table(self._take(writing))
-            writing.append(self._start_shard(_shard_prompts(shards.slice(row, 1))))
-        while writing:
-            yield _receipt_table(self._take(writing))
-
-    def _take(self, writing: "deque[Future[Receipt]]") -> Receipt:
-        """The oldest shard's receipt, once it is published; the engine idles meanwhile."""
-        asked = time.monotonic()
-        receipt = writing.popleft().result()
-        return replace(receipt, wait_s=receipt.wait_s + time.monotonic() - asked)
-
-    def _start_shard(self, prompts: ShardPrompts) -> "Future[Receipt]":
-        """Captures a shard and hands it to the writer."""
-        receipt = Receipt(
-            shard=prompts.shard,
-            prompts=len(prompts.prompt_ids),
-            tokens=sum(prompts.lengths),
-            nbytes=0,
-            captured=False,
-            engine_start_s=self._engine_start_s,
-            started_at=time.time(),
-            published_at=time.time(),
-            wait_s=0.0,
-            capture_s=0.0,
-            write_s=0.0,
-        )
-        if self._store.exists(shard_name(prompts.shard)):
-            present: Future[Receipt] = Future()
-            present.set_result(receipt)
-            return present
-        asked = time.monotonic()
-        buffer = self._engine.buffer(receipt.tokens)
-        lent = time.monotonic()
-        try:
-            self._capture_prompts(prompts, buffer)
-        except BaseException:
-            buffer.release()
-            raise
-        receipt = replace(receipt, captured=True, wait_s=lent - asked, capture_s=time.monotonic() - lent)
-        return self._writer.submit(self._publish, prompts, buffer, receipt)
-
-    def _capture_prompts(self, prompts: ShardPrompts, buffer: ShardBuffer) -> None:
-        row = 0
-        for prompt_id, input_ids in zip(prompts.prompt_ids, prompts.input_ids, strict=True):
-            try:
-                self._engine.capture(input_ids, into=buffer, at=row)
-            except CaptureError as error:
-                raise type(error)(f"prompt {prompt_id!r} of shard {prompts.shard}: {error}") from error
-            row += len(input_ids)
-
-    def _publish(self, prompts: ShardPrompts, buffer: ShardBuffer, receipt: Receipt) -> Receipt:
-        started = time.monotonic()
-        name = shard_name(prompts.shard)
-        try:
-            table = shard_table(prompts, buffer.states, self._schema)
-            with self._store.staged(name) as sink:
-                write_table(table, sink)
-                nbytes = sink.tell()
-        finally:
-            table = None
-            buffer.release()
-        return replace(receipt, nbytes=nbytes, published_at=time.time(), write_s=time.monotonic() - started)
-
-
-def _use_all_cores() -> None:
-    """Ray sets one thread for each CPU an actor reserves; an engine without a GPU needs the machine's cores."""
-    import torch
-
-    if not torch.cuda.is_available():
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-
-
-def _shard_prompts(row: pa.Table) -> ShardPrompts:
-    values = row.to_pylist()[0]
-    return ShardPrompts(
-        shard=values["shard"],
-        prompt_ids=values["prompt_id"],
-        input_ids=values["input_ids"],
-        loss_masks=values["loss_mask"],
-    )
-
-
-def _receipt_table(receipt: Receipt) -> pa.Table:
-    return pa.Table.from_pylist([asdict(receipt)])
-
-
 def _report(manifest: Manifest, store: Store) -> BuildReport:
     plan = manifest.plan
     return BuildReport(
@@ -511,23 +311,6 @@ def _report(manifest: Manifest, store: Store) -> BuildReport:
         nbytes=0,
         dropped=plan.num_dropped,
     )
-
-
-def _add_receipt(report: BuildReport, receipt: Receipt) -> None:
-    report.nbytes += receipt.nbytes
-    report.engine_start_s = max(report.engine_start_s, receipt.engine_start_s)
-    report.first_started_at = min(report.first_started_at, receipt.started_at)
-    report.last_published_at = max(report.last_published_at, receipt.published_at)
-    if receipt.captured:
-        report.new_shards += 1
-        report.new_tokens += receipt.tokens
-    for name in ("capture", "wait", "write"):
-        report.seconds[name] = report.seconds.get(name, 0.0) + getattr(receipt, f"{name}_s")
-
-
-def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
-    ordered = sorted(seconds.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {value / max(whole_s, 1e-9):.0%}" for name, value in ordered)
 
 
 def _blocks(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:

@@ -27,7 +27,7 @@ OPEN_SHARDS = 8
 def read(
     out: str | os.PathLike[str],
     *,
-    layers: "Sequence[Layer] | None" = None,
+    layers: "Layer | Sequence[Layer] | None" = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> "HiddenStates":
     """Opens a dataset that `hsray.build` made.
@@ -41,7 +41,7 @@ def read(
         ManifestError: `out` holds no dataset, or one whose plan is not yet written.
         KeyError: a layer that the dataset does not have.
     """
-    return HiddenStates(Store(out, storage_options), layers)
+    return HiddenStates(Store(out, storage_options), [layers] if isinstance(layers, (str, int)) else layers)
 
 
 class HiddenStates:

@@ -115,7 +115,7 @@ class Store:
 
     def sweep(self, folder: str) -> None:
         """Removes the temporary siblings that killed writers left in a local folder."""
-        path = self.path(folder)
+        path = self.path(folder) if folder else self._root
         if self.is_local and os.path.isdir(path):
             for entry in os.scandir(path):
                 if entry.name.startswith(TEMPORARY_PREFIX):

@@ -30,6 +30,8 @@ ORDER = [
     "capture",
     "engine_sglang",
     "sglang_cpu",
+    "report",
+    "worker",
     "pipeline",
     "reader",
     "verify",

@@ -1,0 +1,109 @@
+"""What an actor says of a shard it published, and what a build says when it is done."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hsray.layers import Layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What an actor says of a published shard."""
+
+    shard: int
+    prompts: int
+    tokens: int
+    nbytes: int
+    """Of the file; 0 if it was there already."""
+    captured: bool
+    """False if the shard was there already, so that nothing was computed."""
+    engine_start_s: float
+    """How long the actor's engine took to start."""
+    started_at: float
+    """Unix time at which the shard's capture began."""
+    published_at: float
+    """Unix time at which the shard was published."""
+    wait_s: float
+    """Waiting for the writer to give memory back."""
+    capture_s: float
+    write_s: float
+    """Checking, writing and publishing, on the writer thread."""
+
+
+@dataclass(slots=True, kw_only=True)
+class BuildReport:
+    """What a build did, and what the dataset holds."""
+
+    out: str
+    layers: tuple[Layer, ...]
+    prompts: int
+    tokens: int
+    shards: int
+    nbytes: int
+    """Of all shard files."""
+    dropped: int
+    """Prompts left out by ``too_long="drop"``; listed in ``dropped.parquet``."""
+    new_shards: int = 0
+    """Captured by this call; the others were there already."""
+    new_tokens: int = 0
+    elapsed_s: float = 0.0
+    plan_s: float = 0.0
+    """Reading and tokenising the prompts, or comparing them with the plan."""
+    engine_start_s: float = 0.0
+    """Of the slowest engine."""
+    first_started_at: float = float("inf")
+    """Unix time at which the first new shard's capture began."""
+    last_published_at: float = float("-inf")
+    """Unix time at which the last new shard was published."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Summed over engines: capture, wait (for the writer), write (beside capture)."""
+
+    def add(self, receipt: Receipt) -> None:
+        """Counts one more shard."""
+        self.nbytes += receipt.nbytes
+        self.engine_start_s = max(self.engine_start_s, receipt.engine_start_s)
+        self.first_started_at = min(self.first_started_at, receipt.started_at)
+        self.last_published_at = max(self.last_published_at, receipt.published_at)
+        if receipt.captured:
+            self.new_shards += 1
+            self.new_tokens += receipt.tokens
+        for name in ("capture", "wait", "write"):
+            self.seconds[name] = self.seconds.get(name, 0.0) + getattr(receipt, f"{name}_s")
+
+    @property
+    def capture_wall_s(self) -> float:
+        """From the begin of the first new shard to the publication of the last; 0 where there was none."""
+        return max(0.0, self.last_published_at - self.first_started_at)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens a second, engine start apart; 0 where nothing was captured."""
+        return self.new_tokens / self.capture_wall_s if self.capture_wall_s else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.out}: {self.prompts:,} prompts, {self.tokens:,} tokens, {self.shards:,} shards, "
+            f"{self.nbytes / 1e6:,.1f} MB; layers {', '.join(map(str, self.layers))}"
+        ]
+        if self.dropped:
+            lines.append(f"{self.dropped:,} prompts dropped, listed in dropped.parquet")
+        if not self.new_shards:
+            return "\n".join([*lines, "nothing was left to build: no engine was opened"])
+        lines.append(
+            f"{self.new_shards:,} shards captured in this run: {self.new_tokens:,} tokens at {self.tokens_per_s:,.0f} tokens/s"
+        )
+        parts = {
+            "plan": self.plan_s,
+            "engine start": self.engine_start_s,
+            "capture and write": self.capture_wall_s,
+        }
+        parts["other"] = max(0.0, self.elapsed_s - sum(parts.values()))
+        lines.append(f"{self.elapsed_s:.1f} s: " + _shares(parts, self.elapsed_s))
+        busy = sum(self.seconds.values()) - self.seconds.get("write", 0.0)
+        lines.append(f"of the engines' {busy:.1f} s: " + _shares(self.seconds, busy) + " (writing runs beside capture)")
+        return "\n".join(lines)
+
+
+def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {value / max(whole_s, 1e-9):.0%}" for name, value in ordered)
