@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from hsray.engine import CaptureError, EngineName, EngineOptions, ShardBuffer, open_engine
+from hsray.engine import CaptureError, EngineDied, EngineName, EngineOptions, ShardBuffer, open_engine
 from hsray.plan import shard_name
 from hsray.report import Receipt
 from hsray.shard import ShardPrompts, shard_table, write_table
@@ -38,15 +38,24 @@ class CaptureWorker:
     def __init__(self, job: CaptureJob):
         started = time.monotonic()
         _use_all_cores()
-        self._engine = open_engine(job.engine, job.options)
         self._store = Store(job.out, job.storage_options)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hsray-writer")
+        self._not_started: Exception | None = None
+        try:
+            self._engine = open_engine(job.engine, job.options)
+        except Exception as error:
+            # Raised by the first call: of a constructor that fails, Ray reports a dead actor and a page of its own.
+            self._not_started = error
+            return
         versions = {b"hsray.engine_version": self._engine.version.encode()}
         self._schema = job.schema.with_metadata({**job.schema.metadata, **versions})
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hsray-writer")
         self._engine_start_s = time.monotonic() - started
 
     def __call__(self, shards: pa.Table) -> Iterator[pa.Table]:
         """Captures and publishes a task's shards; yields a receipt for each, in order, once it is published."""
+        if self._not_started is not None:
+            words = f"the engine did not start: {type(self._not_started).__name__}: {self._not_started}"
+            raise EngineDied(words) from self._not_started
         writing: deque[Future[Receipt]] = deque()
         for row in range(len(shards)):
             if len(writing) == self._engine.options.num_buffers:

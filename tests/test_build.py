@@ -15,6 +15,7 @@ import ray
 import torch
 
 import hsray
+from hsray.engine import EngineDied
 from hsray.manifest import load_manifest
 from hsray.store import Store
 
@@ -217,6 +218,11 @@ def test_prompts_dropped_by_policy_are_counted_and_listed(ray_session, tiny_llam
     assert listed == [
         {"source": "dataset[1]", "prompt_id": "long", "num_tokens": 50, "reason": "50 tokens, over max_tokens=10"}
     ]
+
+
+def test_an_engine_that_does_not_start_ends_the_build_in_its_own_words(ray_session, tiny_llama, tmp_path):
+    with pytest.raises(EngineDied, match=r"^the engine did not start: TypeError: .*'bogus'$"):
+        build_tiny(tiny_llama, [{"input_ids": [1]}], tmp_path / "out", engine_args={"bogus": 1})
 
 
 def test_states_that_are_not_finite_end_the_build_naming_the_prompt(ray_session, tiny_llama, tmp_path):
