@@ -325,7 +325,13 @@ def _zmq_contexts() -> dict[int, Any]:
 def _make_file(folder: str, name: str, num_bytes: int) -> str:
     path = Path(folder) / name
     with path.open("wb") as file:
-        file.truncate(num_bytes)
+        try:
+            os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))  # a write past what fits would be a SIGBUS
+        except OSError as error:
+            raise CaptureError(
+                f"{folder} has no room for {num_bytes} bytes of shared memory ({error.strerror}); give smaller "
+                "shard_bytes, or the machine or container more /dev/shm (docker run --shm-size)"
+            ) from error
     return str(path)
 
 

@@ -127,8 +127,22 @@ def published_shards(store: Store) -> dict[int, int]:
         shard = shard_number(name)
         if shard is None:
             raise ManifestError(f"{store.url}/shards/{name} is not of this dataset; move it away")
+        if not num_bytes:
+            raise ManifestError(f"{store.url}/shards/{name} is empty; remove it, and build again to restore it")
         shards[shard] = num_bytes
     return shards
+
+
+def check_inventory(manifest: Manifest, published: Mapping[int, int], store: Store) -> None:
+    """Raises ManifestError unless a complete dataset's shards are all there, with the bytes of its inventory."""
+    if manifest.state != "complete":
+        return
+    for shard, num_bytes in enumerate(manifest.shard_file_bytes):
+        if published.get(shard) != num_bytes:
+            raise ManifestError(
+                f"{store.url}/{shard_name(shard)} is {published.get(shard, 'not there')}{' bytes' * (shard in published)}; "
+                f"the inventory says {num_bytes} bytes: remove it if it is there, and build again to restore it"
+            )
 
 
 def pending_shards(plan: Plan, published: Iterable[int]) -> list[int]:

@@ -23,7 +23,9 @@ from hsray.manifest import NAME as MANIFEST_NAME
 from hsray.manifest import (
     Identity,
     Manifest,
+    ManifestError,
     check_identity,
+    check_inventory,
     complete,
     load_manifest,
     pending_shards,
@@ -98,6 +100,12 @@ def build(
     description = describe_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
     if max_tokens is not None and not 0 < max_tokens <= description.max_tokens:
         raise ValueError(f"max_tokens={max_tokens}; the model's context is {description.max_tokens}: give 1 up to that")
+    if too_long not in ("error", "drop"):
+        raise ValueError(f"too_long={too_long!r}; wanted 'error' or 'drop'")
+    if engine not in ("sglang", "transformers"):
+        raise ValueError(f"engine={engine!r}; wanted 'sglang' or 'transformers'")
+    if engines is not None and engines < 1:
+        raise ValueError(f"engines={engines}; give 1 or more")
     if shard_bytes <= 0:
         raise ValueError(f"shard_bytes={shard_bytes}; give a positive number of bytes")
     wanted = Identity(
@@ -132,6 +140,7 @@ def build(
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
     manifest = complete(manifest, store) if manifest.state != "complete" else manifest
+    check_inventory(manifest, published_shards(store), store)
     report.nbytes = sum(manifest.shard_file_bytes)
     report.elapsed_s = time.monotonic() - started
     logger.info("%s", report)
@@ -147,6 +156,11 @@ def _open_dataset(store: Store, wanted: Identity) -> Manifest:
     if manifest is not None and manifest.state != "planning":
         check_identity(manifest.identity, wanted, store)
         return manifest
+    if published_shards(store):
+        raise ManifestError(
+            f"{store.url!r} holds shards but no finished plan: another build may be planning there, or its manifest was "
+            "lost; wait for it, restore the manifest, or give another out="
+        )
     store.check_writable()
     manifest = Manifest(state="planning", identity=wanted)
     manifest.save(store)
@@ -187,7 +201,7 @@ def _plan(
         too_long=identity.too_long,
         max_tokens=identity.max_tokens,
     )
-    store.remove_folder("plan")
+    _forget_plan(store)
     with closing(_blocks(prompts)) as blocks:
         manifest = manifest.with_plan(write_plan(blocks, store, options))
     manifest.save(store)
@@ -201,11 +215,16 @@ def _forgotten_on_error(manifest: Manifest, store: Store) -> Iterator[None]:
         yield
     except BaseException:
         if manifest.plan is None:
-            store.remove_folder("plan")
-            for name in (DROPPED_NAME, MANIFEST_NAME):
-                if store.exists(name):
-                    store.remove(name)
+            _forget_plan(store)
+            if store.exists(MANIFEST_NAME):
+                store.remove(MANIFEST_NAME)
         raise
+
+
+def _forget_plan(store: Store) -> None:
+    store.remove_folder("plan")
+    if store.exists(DROPPED_NAME):
+        store.remove(DROPPED_NAME)
 
 
 def _capture_job(

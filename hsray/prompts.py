@@ -72,7 +72,9 @@ def read_rows(dataset: Any, *, storage_options: Mapping[str, Any] | None = None)
 
     if isinstance(dataset, ray.data.Dataset):
         rows = dataset.map_batches(_dataset_rows, batch_format="pyarrow", zero_copy_batch=True)
+        # The dataset brings its own settings, which may drop a block that fails, and rows in any order.
         rows.context.execution_options.preserve_order = True
+        rows.context.max_errored_blocks = 0
         return rows
     if isinstance(dataset, (str, Path)):
         return _file_rows([str(dataset)], storage_options)
@@ -106,6 +108,9 @@ def _file_rows(patterns: list[str], storage_options: Mapping[str, Any] | None) -
     import ray.data
 
     files = [file for pattern in patterns for file in _expand(pattern, storage_options)]
+    repeated = sorted({file for file in files if files.count(file) > 1}) if len(set(files)) < len(files) else []
+    if repeated:
+        raise ValueError(f"the dataset names {repeated[0]!r} twice; its prompts would be doubled: name each file once")
     items = ray.data.from_items([{"path": path} for path in files], override_num_blocks=len(files))
     return items.map_batches(
         _read_files, fn_kwargs={"storage_options": storage_options}, batch_size=1, batch_format="pyarrow"

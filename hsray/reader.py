@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from hsray.layers import Layer, column_name
-from hsray.manifest import ManifestError, load_manifest, published_shards
+from hsray.manifest import ManifestError, check_inventory, load_manifest, published_shards
 from hsray.plan import shard_name
 from hsray.shard import to_tensor
 from hsray.store import Store
@@ -61,7 +61,9 @@ class HiddenStates:
         self.layers: tuple[Layer, ...] = tuple(layers) if layers is not None else present
         self.complete = manifest.state == "complete"
         self._store = store
-        self._shards = sorted(set(published_shards(store)).intersection(range(manifest.plan.num_shards)))
+        published = published_shards(store)
+        check_inventory(manifest, published, store)
+        self._shards = sorted(set(published).intersection(range(manifest.plan.num_shards)))
         prompts = [manifest.plan.shard_prompts[shard] for shard in self._shards]
         self._starts = np.cumsum([0, *prompts])
         self._files: OrderedDict[int, pq.ParquetFile] = OrderedDict()

@@ -28,6 +28,8 @@ class Store:
         self._fs: fsspec.AbstractFileSystem
         self._fs, root = url_to_fs(self.url, **(storage_options or {}))
         self._root = root.rstrip("/")
+        if self.is_local:
+            self.url = self._root  # absolute: a worker's own folder is another
         # A listing that fsspec remembers would hide what other processes publish.
         self._fs.use_listings_cache = False
 
@@ -92,6 +94,10 @@ class Store:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, final)
+        except OSError as error:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise OSError(error.errno, f"{error.strerror}, while publishing {final}") from error
         except BaseException:
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
