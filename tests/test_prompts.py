@@ -111,10 +111,13 @@ class TestReadingRows:
         ]
 
     def test_an_empty_file_has_no_rows(self, tmp_path: Path):
-        (tmp_path / "empty.jsonl").write_text("")
+        for name in ("empty.jsonl", "void.jsonl"):
+            (tmp_path / name).write_text("")
         full = write_lines(tmp_path / "full.jsonl", [{"text": "a"}])
         assert rows_of(read_rows(tmp_path / "empty.jsonl")) == []
-        assert len(rows_of(read_rows([tmp_path / "empty.jsonl", full, tmp_path / "empty.jsonl"]))) == 1
+        assert len(rows_of(read_rows([tmp_path / "empty.jsonl", full, tmp_path / "void.jsonl"]))) == 1
+        with pytest.raises(ValueError, match="names .* twice; its prompts would be doubled"):
+            read_rows([full, full])
 
     def test_unusual_names_and_contents(self, tmp_path: Path):
         path = write_lines(tmp_path / "a [b] ü 你.jsonl", [{"text": "naïve 🙂 \u2028 \x85 end"}])
