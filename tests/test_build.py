@@ -94,7 +94,7 @@ def test_a_build_killed_again_and_again_equals_an_undisturbed_one_and_makes_no_s
         if number % 2:
             wait_for(driver, chosen.uniform(0.1, 0.7) * duration_s)
         else:
-            wait_for_shards(driver, out, len(published) + chosen.randint(1, (num_shards - len(published)) // 3))
+            wait_for_shards(driver, out, len(published) + chosen.randint(1, max(1, (num_shards - len(published)) // 3)))
         if driver.poll() is not None:
             assert driver.returncode == 0
             break
