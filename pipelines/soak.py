@@ -27,6 +27,19 @@ from hsray.model import describe_model
 LAYERS = ["embed", 0, 2, 5, "final"]
 
 
+def options_for(model: str, max_tokens: int, arguments: argparse.Namespace) -> EngineOptions:
+    """An engine for one prompt at a time, of up to `max_tokens`."""
+    description = describe_model(model, dtype=arguments.dtype)
+    return EngineOptions(
+        model=description,
+        layers=resolve_layers(LAYERS, num_layers=description.num_layers),
+        max_tokens=max_tokens,
+        buffer_tokens=max_tokens,
+        num_buffers=1,
+        engine_args=arguments.engine_args,
+    )
+
+
 def check_build(model: str, arguments: argparse.Namespace, console: Console) -> bool:
     """Builds prompts of 1 to --longest tokens, then runs each alone; true if all rows are there once and agree."""
     import torch
@@ -46,17 +59,8 @@ def check_build(model: str, arguments: argparse.Namespace, console: Console) -> 
         console.print(str(report))
         dataset = hsray.read(out)
         ids = [dataset[index]["prompt_id"] for index in range(len(dataset))]
-        description = describe_model(model, dtype=arguments.dtype)
-        options = EngineOptions(
-            model=description,
-            layers=resolve_layers(LAYERS, num_layers=description.num_layers),
-            max_tokens=arguments.longest,
-            buffer_tokens=arguments.longest,
-            num_buffers=1,
-            engine_args=arguments.engine_args,
-        )
         worst, exact = 0.0, 0
-        with open_engine("sglang", options) as engine:
+        with open_engine("sglang", options_for(model, arguments.longest, arguments)) as engine:
             for index, row in enumerate(rows):
                 alone = engine.capture_alone(row["input_ids"])
                 stored = dataset[index]["hidden_states"]
@@ -92,16 +96,7 @@ def check_memory(model: str, arguments: argparse.Namespace, console: Console) ->
     """Takes the GPU's free memory away from an open engine; true if its next long prompt is an error."""
     import torch
 
-    description = describe_model(model, dtype=arguments.dtype)
-    options = EngineOptions(
-        model=description,
-        layers=resolve_layers(LAYERS, num_layers=description.num_layers),
-        max_tokens=arguments.long,
-        buffer_tokens=arguments.long,
-        num_buffers=1,
-        engine_args=arguments.engine_args,
-    )
-    with open_engine("sglang", options) as engine:
+    with open_engine("sglang", options_for(model, arguments.long, arguments)) as engine:
         free_bytes, _ = torch.cuda.mem_get_info()
         hog = torch.empty(free_bytes - (256 << 20), dtype=torch.uint8, device="cuda")
         try:
