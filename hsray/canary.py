@@ -5,7 +5,8 @@ No second copy of the model is needed. On one prompt it compares
 * each captured block boundary with what the block before it returned, read by another hook than the capture's;
 * ``"embed"`` with the embedding module's own output (times a constant, which Gemma applies);
 * ``"final"`` with the final norm applied to the last block's state, row by row;
-* the LM head's choice on the last row of ``"final"`` with the token that SGLang itself returns.
+* the LM head's choice on the last row of ``"final"`` with the token that SGLang itself returns;
+* under tensor parallelism, what each block returned on every rank: a partial sum or a shard differs from rank to rank.
 
 Shapes: T tokens of the canary, D hidden size.
 """
@@ -52,12 +53,30 @@ class Canary:
     def _keep_embedding(self, _module: Any, _args: Any, output: "torch.Tensor") -> None:
         self._embedding = output.detach().clone()
 
-    def judge(self, states: "Mapping[Layer, torch.Tensor]", dtype: str) -> list[str]:
-        """The faults of the captured states (layer -> [T, D]), each with the layer and by how much; then lets go."""
+    def compare_ranks(self, dtype: str) -> list[str]:
+        """Lets go of the model; the blocks whose output is not the same on every rank. All ranks must call it."""
         import torch
+        from sglang.srt.distributed import get_tp_group
 
         for hook in self._hooks:
             hook.remove()
+        group = get_tp_group()
+        if group.world_size == 1:
+            return []
+        norms = {number: output_TD.float().norm(dim=1).cpu() for number, output_TD in self._outputs.items()}
+        by_rank: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(by_rank, norms, group=group.cpu_group)
+        faults = []
+        for number, norms_T in by_rank[0].items():
+            errors = [float((other[number] - norms_T).norm() / norms_T.norm()) for other in by_rank[1:]]
+            if not max(errors) <= SAME_STATE[dtype]:
+                faults.append(f"block {number - 1}'s output differs between ranks by {max(errors):.1e} in its norms")
+        return faults
+
+    def judge(self, states: "Mapping[Layer, torch.Tensor]", dtype: str) -> list[str]:
+        """The faults of the captured states (layer -> [T, D]), each with the layer and by how much."""
+        import torch
+
         device = next(self._model.parameters()).device
         captured = {layer: hidden_TD.to(device) for layer, hidden_TD in states.items()}
         faults = []

@@ -45,7 +45,7 @@ class CapturePlan:
     """Shared-memory files, one for each shard in flight."""
     control_path: str
     cpu_threads: int | None
-    """PyTorch threads where there is no GPU; None leaves them."""
+    """PyTorch threads of a rank where there is no GPU; None leaves them."""
 
 
 #: The sequence number of an engine's first request, which `hsray.canary` judges.
@@ -142,7 +142,7 @@ def run_scheduler(plan: CapturePlan, server_args: Any, port_args: Any, gpu_id: i
     """Stands in for SGLang's `run_scheduler_process`: installs the capture, then calls it.
 
     The argument order up to `tp_rank` is the same in every supported version. Under tensor parallelism every rank
-    reads the same full-width states, since reading may complete a sum over the ranks; rank 0 alone copies them.
+    reads the same full-width states, since reading may complete a sum over the ranks (0.5.23); rank 0 alone copies them.
     """
     import torch
     from sglang.srt.managers.scheduler import run_scheduler_process
@@ -245,9 +245,9 @@ class SchedulerCapture:
                 )
                 module.register_forward_pre_hook(self._pre_hook(layer, read), with_kwargs=True)
         self._on_gpu = next(model.parameters()).is_cuda
+        self._canary = Canary(model, decoder)
         if not self._writes:
             return
-        self._canary = Canary(model, decoder)
         self._memories = [map_memory(path, register=self._on_gpu) for path in self._plan.buffer_paths]
         self._control.describe({"architecture": type(model).__name__})
 
@@ -279,9 +279,13 @@ class SchedulerCapture:
     def end(self) -> None:
         """Enters the finished rows in the ledger, once the copies are complete."""
         batch, self._batch = self._batch, None
-        if batch is None or not self._writes:
+        if batch is None:
             return
         try:
+            canary, self._canary = self._canary, None
+            disagreements = canary.compare_ranks(self._plan.dtype) if canary is not None else []  # all ranks take part
+            if not self._writes:
+                return
             if sorted(map(str, batch.taken)) != sorted(map(str, self._plan.layers)):
                 raise RuntimeError(
                     f"one pass gave layers {batch.taken}; {list(self._plan.layers)} were wanted, each once"
@@ -290,8 +294,8 @@ class SchedulerCapture:
                 import torch
 
                 torch.cuda.current_stream().synchronize()
-            if self._canary is not None:
-                self._judge(batch.requests[0].ticket)
+            if canary is not None:
+                self._judge(canary, batch.requests[0].ticket, disagreements)
             for request in batch.requests:
                 self._finish(request)
         except Exception:
@@ -337,11 +341,10 @@ class SchedulerCapture:
             rows_BD = state_BD[request.batch_row : request.batch_row + request.num_rows]
             hidden_SD[start : start + request.num_rows].copy_(rows_BD, non_blocking=True)
 
-    def _judge(self, ticket: Ticket) -> None:
+    def _judge(self, canary: Canary, ticket: Ticket, faults: list[str]) -> None:
         """Lets the canary judge its prompt's states, and notes which tokens the LM head may choose after it."""
-        canary, self._canary = self._canary, None
         states = {layer: hidden_SD[: ticket.num_tokens] for layer, hidden_SD in self._states(ticket).items()}
-        faults = canary.judge(states, self._plan.dtype)
+        faults = faults + canary.judge(states, self._plan.dtype)
         if faults:
             raise RuntimeError("the canary's states are wrong: " + "; ".join(faults))
         choices = canary.choices(states["final"], self._plan.vocab_size) if "final" in states else None

@@ -44,6 +44,8 @@ class EngineOptions:
     """The most tokens of one shard."""
     num_buffers: int = 2
     """Shards whose memory may be lent at one time: one being captured, the others being written."""
+    tensor_parallel: int = 1
+    """GPUs of one host that share the model."""
     trust_remote_code: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for the engine itself, handed on as they are."""
@@ -144,6 +146,16 @@ class CaptureEngine(AbstractContextManager, ABC):
         self.close()
 
 
+def check_engine_args(name: EngineName, engine_args: Mapping[str, Any]) -> None:
+    """Raises ValueError for an engine that is not known, or arguments of it that would make states wrong."""
+    if name == "sglang":
+        from hsray import engine_sglang
+
+        engine_sglang.check_engine_args(engine_args)
+    elif name != "transformers":
+        raise ValueError(f"engine={name!r} is not known; wanted 'sglang' or 'transformers'")
+
+
 def open_engine(name: EngineName, options: EngineOptions) -> CaptureEngine:
     """Opens an engine by name.
 
@@ -151,12 +163,11 @@ def open_engine(name: EngineName, options: EngineOptions) -> CaptureEngine:
         ValueError: there is no engine of that name.
         ImportError: its extra is not installed; the message names it.
     """
+    check_engine_args(name, options.engine_args)
     if name == "transformers":
         from hsray.engine_transformers import TransformersEngine
 
         return TransformersEngine(options)
-    if name == "sglang":
-        from hsray.engine_sglang import SGLangEngine
+    from hsray.engine_sglang import SGLangEngine
 
-        return SGLangEngine(options)
-    raise ValueError(f"engine {name!r} is not known; wanted 'sglang' or 'transformers'")
+    return SGLangEngine(options)

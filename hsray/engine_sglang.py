@@ -11,7 +11,7 @@ import functools
 import gc
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from itertools import count
@@ -59,8 +59,8 @@ CANARY_TOKENS = 31
 class SGLangEngine(CaptureEngine):
     """One SGLang engine, one request in flight.
 
-    ``engine_args`` are `sglang.ServerArgs` fields, for example ``tp_size`` or ``attention_backend``; those in
-    `SAFE_ARGS` cannot be overridden.
+    ``engine_args`` are `sglang.ServerArgs` fields, for example ``attention_backend``; those in `SAFE_ARGS` cannot be
+    overridden. Under tensor parallelism each rank is a scheduler process of its own; rank 0 copies the states.
 
     Raises:
         ValueError: an engine argument that would make the states wrong.
@@ -71,7 +71,7 @@ class SGLangEngine(CaptureEngine):
     name = "sglang"
 
     def __init__(self, options: EngineOptions):
-        _check_engine_args(options)
+        check_engine_args(options.engine_args)
         self.version = version("sglang")
         self._sequence = count(1)
         self._sglang = None
@@ -88,7 +88,7 @@ class SGLangEngine(CaptureEngine):
                 dtype=options.model.dtype,
                 buffer_paths=tuple(paths),
                 control_path=_make_file(folder, "control", ControlPage.NUM_BYTES),
-                cpu_threads=None if _has_gpu() else os.cpu_count(),
+                cpu_threads=None if _has_gpu() else max(1, (os.cpu_count() or 1) // options.tensor_parallel),
             )
             self._control = ControlPage(plan.control_path)
             super().__init__(options, [map_memory(path, register=False) for path in paths])
@@ -196,13 +196,16 @@ class SGLangEngine(CaptureEngine):
         self._belongings.end()
 
 
-def _check_engine_args(options: EngineOptions) -> None:
-    if options.engine_args.get("chunked_prefill_size", 1) < 1:
+def check_engine_args(engine_args: Mapping[str, Any]) -> None:
+    """Raises ValueError for an argument that would make states wrong."""
+    if "tp_size" in engine_args:
+        raise ValueError("engine_args['tp_size']: say tensor_parallel= instead, which also reserves the GPUs")
+    if engine_args.get("chunked_prefill_size", 1) < 1:
         raise ValueError(
             "engine_args['chunked_prefill_size'] must be positive: without chunks, SGLang 0.5.16 lets Gemma 3 attend to "
             "later tokens; give a size over the longest prompt to keep prompts whole"
         )
-    for name, value in options.engine_args.items():
+    for name, value in engine_args.items():
         if name in SAFE_ARGS and value != SAFE_ARGS[name]:
             raise ValueError(
                 f"engine_args[{name!r}]={value!r} would make hidden states wrong or incomplete; hsray needs "
@@ -224,6 +227,7 @@ def engine_arguments(options: EngineOptions) -> dict[str, Any]:
         # Chunks as long as the longest prompt, so nothing is ever cut. Switched off altogether (-1), 0.5.16 attends to
         # later tokens in Gemma 3, whose layers it takes for an encoder's when it sees neither chunks nor graphs.
         "chunked_prefill_size": prefill_tokens,
+        "tp_size": options.tensor_parallel,
         "random_seed": 0,
         "log_level": "error",
         "custom_sigquit_handler": _ignore_sigquit,

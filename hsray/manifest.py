@@ -7,14 +7,20 @@ It holds no time and no random name, so the same build always ends with the same
 
 import json
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, Literal
 
 from hsray.plan import Plan, PlanFile, shard_name, shard_number
+from hsray.shard import open_shard
 from hsray.store import Store
 
 NAME = "manifest.json"
+
+#: Footers read at a time; on an object store each is a round trip.
+CHECK_THREADS = 16
+
 FORMAT_VERSION = 1
 
 
@@ -36,6 +42,7 @@ class Identity:
     dtype: str
     engine: str
     engine_args: Mapping[str, Any]
+    tensor_parallel: int
     shard_bytes: int
     max_tokens: int
     too_long: str
@@ -100,20 +107,23 @@ def load_manifest(store: Store) -> Manifest | None:
 
 
 def check_identity(stored: Identity, wanted: Identity, store: Store) -> None:
-    """Raises ManifestError, with both sides of each difference, unless a request is the stored dataset's.
-
-    What the request does not know yet (the plan) is not compared.
-    """
-    differences = []
-    for item in fields(Identity):
-        there, here = getattr(stored, item.name), getattr(wanted, item.name)
-        if here is not None and there is not None and there != here:
-            differences.append(f"  {item.name}: the dataset has {there!r}, this build asks for {here!r}")
+    """Raises ManifestError, with both sides of each difference, unless a request is the stored dataset's."""
+    differences = identity_differences(stored, wanted)
     if differences:
         raise ManifestError(
             f"{store.url!r} holds another dataset than the one asked for:\n" + "\n".join(differences) + "\n"
             "Ask for the same to resume it, or give another out="
         )
+
+
+def identity_differences(stored: Identity, wanted: Identity) -> list[str]:
+    """A line for each difference; what the request does not know yet (the plan) is not compared."""
+    differences = []
+    for item in fields(Identity):
+        there, here = getattr(stored, item.name), getattr(wanted, item.name)
+        if here is not None and there is not None and there != here:
+            differences.append(f"  {item.name}: the dataset has {there!r}, this build asks for {here!r}")
+    return differences
 
 
 def published_shards(store: Store) -> dict[int, int]:
@@ -150,12 +160,42 @@ def pending_shards(plan: Plan, published: Iterable[int]) -> list[int]:
     return sorted(set(range(plan.num_shards)).difference(published))
 
 
+def check_shards(plan: Plan, published: Iterable[int], store: Store) -> None:
+    """Raises ManifestError unless the published shards are this plan's, each with its prompts, as their footers say.
+
+    A file's name alone would let another dataset's shard be taken for one of this.
+    """
+    published = sorted(published)
+    extra = [shard_name(shard) for shard in published if shard >= plan.num_shards]
+    if extra:
+        raise ManifestError(
+            f"{store.url!r} holds {len(extra)} shards that were not planned ({', '.join(extra[:3])}); the plan has "
+            f"{plan.num_shards}: move them away"
+        )
+
+    digest = plan.digest
+
+    def check(shard: int) -> None:
+        file = open_shard(store, shard, plan_digest=digest, num_prompts=plan.shard_prompts[shard])
+        file.close(force=True)
+
+    with ThreadPoolExecutor(CHECK_THREADS) as threads:
+        for _ in threads.map(check, published):
+            pass
+
+
 def complete(manifest: Manifest, store: Store) -> Manifest:
     """Publishes the complete manifest, with the inventory, once every planned shard is there.
 
     Raises:
-        ManifestError: a shard is missing, or one is there that was not planned.
+        ManifestError: a shard is missing, or one is there that was not planned, or another build has taken the folder.
     """
+    current = load_manifest(store)
+    if current is not None and current.identity != manifest.identity:
+        raise ManifestError(
+            f"{store.url!r}: another build has begun a dataset there meanwhile; give one of the two another out, and "
+            "build again"
+        )
     published = published_shards(store)
     missing = pending_shards(manifest.plan, published)
     extra = sorted(set(published).difference(range(manifest.plan.num_shards)))

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 #: The dtypes a state can be stored in, and the bytes of one number.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
+#: How a weight file is sampled for its digest.
+SAMPLE_BYTES = 4096
+SAMPLES = 256
+
 #: Any of these says that a model's folder holds a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 
@@ -121,10 +125,11 @@ def _config_digest(config: "PretrainedConfig") -> str:
 
 
 def _weights_digest(model: str, config: "PretrainedConfig") -> str:
-    """The commit of a hub model; of a folder, each weight file's name, length and three sampled blocks.
+    """The commit of a hub model; of a folder, each weight file's name, length and sampled blocks.
 
     Fine-tunes of one model share its config, so the config's digest alone would let one resume the other's dataset.
-    Whole files are not read: a checkpoint of a terabyte would take minutes each time.
+    Whole files are not read, since a checkpoint of a terabyte would take minutes each time: a safetensors file is sampled
+    in the middle of each of its tensors, any other file at `SAMPLES` places.
     """
     folder = Path(model)
     if not folder.is_dir():
@@ -132,13 +137,28 @@ def _weights_digest(model: str, config: "PretrainedConfig") -> str:
     digest = hashlib.sha256()
     files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".gguf")]
     for path in sorted(files):
-        num_bytes, block = path.stat().st_size, 1 << 16
+        num_bytes = path.stat().st_size
         digest.update(f"{path.name}:{num_bytes}:".encode())
         with path.open("rb") as file:
-            for offset in (0, num_bytes // 2, max(0, num_bytes - block)):
+            for offset in _sample_offsets(path, num_bytes):
                 file.seek(offset)
-                digest.update(file.read(block))
+                digest.update(file.read(SAMPLE_BYTES))
     return f"sampled-sha256:{digest.hexdigest()}"
+
+
+def _sample_offsets(path: Path, num_bytes: int) -> list[int]:
+    last = max(0, num_bytes - SAMPLE_BYTES)
+    if path.suffix != ".safetensors":
+        return [last * step // (SAMPLES - 1) for step in range(SAMPLES)]
+    # https://huggingface.co/docs/safetensors: eight bytes of header length, the header as JSON, then the tensors' bytes.
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > num_bytes - 8 or not header_bytes:
+            raise ValueError(f"{path} is no whole safetensors file: a header of {header_bytes} bytes in {num_bytes}")
+        header = json.loads(file.read(header_bytes))
+    ranges = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
+    middles = [8 + header_bytes + (start + end - SAMPLE_BYTES) // 2 for start, end in ranges]
+    return [8, last, *(min(max(0, middle), last) for middle in sorted(middles))]
 
 
 def _sha256_json(value: Any) -> str:

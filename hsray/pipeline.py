@@ -6,10 +6,12 @@ and a task that Ray retries skips what is already there, so a shard is never los
 """
 
 import logging
+import operator
 import os
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 
 import hsray
-from hsray.engine import EngineName, EngineOptions
+from hsray.engine import EngineDied, EngineName, EngineOptions, check_engine_args
 from hsray.layers import LayersSpec, resolve_layers
 from hsray.manifest import NAME as MANIFEST_NAME
 from hsray.manifest import (
@@ -26,7 +28,9 @@ from hsray.manifest import (
     ManifestError,
     check_identity,
     check_inventory,
+    check_shards,
     complete,
+    identity_differences,
     load_manifest,
     pending_shards,
     published_shards,
@@ -48,6 +52,9 @@ logger = logging.getLogger(__name__)
 #: Shards in one Ray task. An actor's engine idles between tasks while the last shard of one is written.
 SHARDS_PER_TASK = 4
 
+#: How often an actor that dies is started again, and its tasks with it; Ray Data itself would do so for ever.
+RETRIES = 2
+
 #: Ray Data writes its own advice into a worker's exception, from here on.
 RAY_ADVICE = "\nFailed to apply UDF transform after"
 
@@ -60,6 +67,7 @@ def build(
     out: str | os.PathLike[str],
     engine: EngineName = "sglang",
     engine_args: Mapping[str, Any] | None = None,
+    tensor_parallel: int = 1,
     engines: int | None = None,
     dtype: str = "auto",
     max_tokens: int | None = None,
@@ -80,7 +88,8 @@ def build(
             ``"final"``, or a preset, ``"eagle3"`` or ``"speculators-v1"``; see `hsray.layers`.
         out: The dataset's folder, on any fsspec target that every node reaches. Building there again resumes.
         engine: ``"sglang"``, or ``"transformers"`` for models that SGLang lacks.
-        engine_args: Arguments for the engine itself, such as ``{"tp_size": 2}`` for SGLang.
+        engine_args: Arguments for the engine itself, such as ``{"attention_backend": "triton"}`` for SGLang.
+        tensor_parallel: GPUs of one node that share the model in each engine.
         engines: Engine actors; by default as many as the cluster's GPUs allow, and one where there is none.
         dtype: What the engine computes in and the states are stored in: ``"auto"`` (the checkpoint's),
             ``"bfloat16"``, ``"float16"`` or ``"float32"``.
@@ -97,17 +106,17 @@ def build(
         CaptureError: the engine did not start, or gave what must not be stored.
     """
     started = time.monotonic()
-    description = describe_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
-    if max_tokens is not None and not 0 < max_tokens <= description.max_tokens:
-        raise ValueError(f"max_tokens={max_tokens}; the model's context is {description.max_tokens}: give 1 up to that")
     if too_long not in ("error", "drop"):
         raise ValueError(f"too_long={too_long!r}; wanted 'error' or 'drop'")
-    if engine not in ("sglang", "transformers"):
-        raise ValueError(f"engine={engine!r}; wanted 'sglang' or 'transformers'")
-    if engines is not None and engines < 1:
-        raise ValueError(f"engines={engines}; give 1 or more")
-    if shard_bytes <= 0:
-        raise ValueError(f"shard_bytes={shard_bytes}; give a positive number of bytes")
+    check_engine_args(engine, engine_args or {})
+    engines, tensor_parallel = _count("engines", engines), _count("tensor_parallel", tensor_parallel)
+    if engine == "transformers" and tensor_parallel != 1:
+        raise ValueError("engine='transformers' runs on one GPU; leave tensor_parallel out, or use engine='sglang'")
+    shard_bytes = _count("shard_bytes", shard_bytes)
+    description = describe_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    max_tokens = _count("max_tokens", max_tokens) or description.max_tokens
+    if max_tokens > description.max_tokens:
+        raise ValueError(f"max_tokens={max_tokens}; the model's context is {description.max_tokens}: give 1 up to that")
     wanted = Identity(
         model=description.model,
         config_digest=description.config_digest,
@@ -119,19 +128,25 @@ def build(
         dtype=description.dtype,
         engine=engine,
         engine_args=dict(engine_args or {}),
+        tensor_parallel=tensor_parallel,
         shard_bytes=shard_bytes,
-        max_tokens=max_tokens or description.max_tokens,
+        max_tokens=max_tokens,
         too_long=too_long,
         prompts_digest=None,
         plan_digest=None,
     )
     store = Store(out, storage_options)
+    if store.is_private:
+        raise ValueError(f"out={store.url!r} is memory of this process alone; give a folder, or an object store")
     manifest = _open_dataset(store, wanted)
     with _ray_data():
         with _forgotten_on_error(manifest, store):
             manifest = _plan(manifest, dataset, store, description, trust_remote_code, storage_options)
         planned = time.monotonic()
-        pending = pending_shards(manifest.plan, published_shards(store))
+        published = published_shards(store)
+        if manifest.state != "complete" or len(published) != manifest.plan.num_shards:
+            check_shards(manifest.plan, published, store)
+        pending = pending_shards(manifest.plan, published)
         report = _report(manifest, store)
         report.plan_s = planned - started
         if pending:
@@ -147,16 +162,28 @@ def build(
     return report
 
 
+def _count(name: str, value: Any) -> Any:
+    """A keyword that counts, as an int (numpy's are taken too), or None."""
+    if value is None:
+        return None
+    if not hasattr(value, "__index__") or operator.index(value) < 1:
+        raise ValueError(f"{name}={value!r}; give a whole number from 1 up")
+    return operator.index(value)
+
+
 def _open_dataset(store: Store, wanted: Identity) -> Manifest:
     """The stored manifest, checked against the request, or a new one, published.
 
-    A manifest whose plan was never finished binds nobody: the request takes its place.
+    A manifest whose plan was never finished, or whose engines never made a shard, binds nobody: a request for something
+    else takes its place.
     """
     manifest = load_manifest(store)
+    published = published_shards(store)
     if manifest is not None and manifest.state != "planning":
-        check_identity(manifest.identity, wanted, store)
-        return manifest
-    if published_shards(store):
+        if manifest.state == "complete" or published or not identity_differences(manifest.identity, wanted):
+            check_identity(manifest.identity, wanted, store)
+            return manifest
+    elif published:
         raise ManifestError(
             f"{store.url!r} holds shards but no finished plan: another build may be planning there, or its manifest was "
             "lost; wait for it, restore the manifest, or give another out="
@@ -198,7 +225,6 @@ def _plan(
         bytes_per_token=len(identity.layers) * value_bytes,
         value_bytes_per_token=value_bytes,
         shard_bytes=identity.shard_bytes,
-        too_long=identity.too_long,
         max_tokens=identity.max_tokens,
     )
     _forget_plan(store)
@@ -251,12 +277,14 @@ def _capture_job(
             layers=identity.layers,
             max_tokens=plan.longest_prompt,
             buffer_tokens=max(plan.shard_tokens),
+            tensor_parallel=identity.tensor_parallel,
             trust_remote_code=trust_remote_code,
             engine_args=identity.engine_args,
         ),
         out=store.url,
         storage_options=storage_options,
         schema=shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.dtype, metadata=about),
+        plan_digest=plan.digest,
     )
 
 
@@ -269,9 +297,10 @@ def _capture(
     from tqdm import tqdm
 
     files = _pending_files(manifest.plan.files, pending)
-    gpus_each = int(job.options.engine_args.get("tp_size", 1)) if ray.cluster_resources().get("GPU") else 0
+    gpus_each = job.options.tensor_parallel if ray.cluster_resources().get("GPU") else 0
     if engines is None:
         engines = max(1, int(ray.cluster_resources().get("GPU", 0)) // gpus_each) if gpus_each else 1
+    names: list[str] = []
     receipts = (
         ray.data.from_items(files, override_num_blocks=len(files))
         .map_batches(_read_plan, fn_kwargs={"job": job}, batch_size=1, batch_format="pyarrow")
@@ -283,11 +312,17 @@ def _capture(
             batch_format="pyarrow",
             num_cpus=1,
             num_gpus=gpus_each,
+            max_restarts=RETRIES,
+            max_task_retries=RETRIES,
+            ray_remote_args_fn=lambda: names.append(f"hsray-{uuid.uuid4().hex}") or {"name": names[-1]},
             compute=ray.data.ActorPoolStrategy(size=min(engines, len(pending)), max_tasks_in_flight_per_actor=2),
         )
     )
     num_tokens = sum(manifest.plan.shard_tokens[shard] for shard in pending)
-    with tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="hidden states", disable=not progress) as bar:
+    with (
+        _killed_on_error(names),
+        tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="hidden states", disable=not progress) as bar,
+    ):
         for block in _blocks(receipts):
             for receipt in (Receipt(**row) for row in block.to_pylist()):
                 report.add(receipt)
@@ -296,6 +331,21 @@ def _capture(
                     f"{report.new_shards}/{len(pending)} shards, {report.nbytes / 1e6:,.0f} MB", refresh=False
                 )
                 bar.update(receipt.tokens)
+
+
+@contextmanager
+def _killed_on_error(names: list[str]) -> Iterator[None]:
+    """Ends the actors of a run that fails. Ray ends them once they are garbage, which an error's traceback puts off; a
+    next run in this process would wait for their GPUs for ever."""
+    import ray
+
+    try:
+        yield
+    except BaseException:
+        for name in names:
+            with suppress(ValueError):  # it has ended by itself
+                ray.kill(ray.get_actor(name))
+        raise
 
 
 def _pending_files(files: Sequence[PlanFile], pending: list[int]) -> list[dict[str, Any]]:
@@ -334,7 +384,7 @@ def _report(manifest: Manifest, store: Store) -> BuildReport:
 
 def _blocks(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
     """A Ray dataset's blocks, in order; an error raised in a worker is raised here as itself."""
-    from ray.exceptions import RayTaskError
+    from ray.exceptions import RayActorError, RayTaskError
 
     try:
         for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
@@ -342,6 +392,11 @@ def _blocks(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
                 yield block
     except RayTaskError as error:
         raise _own_error(error) from error
+    except RayActorError as error:
+        raise EngineDied(
+            f"an engine's process died again and again ({RETRIES} new starts), without a word of its own; out of memory is "
+            f"the usual cause (the kernel's log says so). Ray says: {error}"
+        ) from error
 
 
 def _own_error(error: BaseException) -> BaseException:
@@ -351,8 +406,10 @@ def _own_error(error: BaseException) -> BaseException:
         if inner is None:
             break
         error = inner
-    if error.args and isinstance(error.args[0], str):
-        error.args = (error.args[0].split(RAY_ADVICE)[0], *error.args[1:])
+    error.args = tuple(arg.split(RAY_ADVICE)[0] if isinstance(arg, str) else arg for arg in error.args)
+    for name in ("strerror", "filename"):  # an OSError's words are these, not its args
+        if isinstance(getattr(error, name, None), str):
+            setattr(error, name, getattr(error, name).split(RAY_ADVICE)[0])
     return error
 
 
@@ -396,4 +453,6 @@ def _start_ray() -> None:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     # Ray's C++ core prints a known false alarm for every actor pool (ray-project/ray#57733).
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    ray.init(logging_level=logging.ERROR, log_to_driver=False)
+    # A Ray of our own has nobody to give way to, and its dashboard would take a share of the engine's cores.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)

@@ -9,7 +9,6 @@ Shapes: T tokens of a prompt.
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -51,8 +50,8 @@ class PlanOptions:
     value_bytes_per_token: int
     """Of one layer: a prompt's states of one layer are one Parquet value."""
     shard_bytes: int
-    too_long: Literal["error", "drop"]
     max_tokens: int
+    """Named in the reasons of `DROPPED_NAME`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -289,6 +289,8 @@ def _prompt_id(row: dict[str, Any], input_ids: list[int], loss_mask: list[bool])
     """The row's own 'prompt_id' or 'id', else a digest of its tokens and mask."""
     for name in ("prompt_id", "id"):
         if row.get(name) is not None:
+            if type(row[name]) not in (str, int) or row[name] == "":
+                raise PromptError(f"its {name} {row[name]!r} must be a text or an integer; give it another, or none")
             own_id = check_unicode(str(row[name]))
             if own_id.startswith("#"):
                 raise PromptError(f"its id {own_id!r} begins with '#', as do ids made of content; give it another")

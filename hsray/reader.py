@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 
 from hsray.layers import Layer, column_name
 from hsray.manifest import ManifestError, check_inventory, load_manifest, published_shards
-from hsray.plan import shard_name
-from hsray.shard import to_tensor
+from hsray.shard import open_shard, to_tensor
 from hsray.store import Store
 
 if TYPE_CHECKING:
@@ -47,7 +46,8 @@ def read(
 class HiddenStates:
     """Prompts with their hidden states, in input order; a map-style PyTorch dataset.
 
-    Of a dataset still being built it holds the shards that were published when it was opened.
+    Of a dataset still being built it holds the shards that were published when it was opened. A shard that turns out not
+    to be this dataset's, or damaged, is a `ShardError` when it is first read.
     """
 
     def __init__(self, store: Store, layers: "Sequence[Layer] | None"):
@@ -64,6 +64,7 @@ class HiddenStates:
         published = published_shards(store)
         check_inventory(manifest, published, store)
         self._shards = sorted(set(published).intersection(range(manifest.plan.num_shards)))
+        self._plan = manifest.plan
         prompts = [manifest.plan.shard_prompts[shard] for shard in self._shards]
         self._starts = np.cumsum([0, *prompts])
         self._files: OrderedDict[int, pq.ParquetFile] = OrderedDict()
@@ -104,8 +105,10 @@ class HiddenStates:
             self._files, self._process = OrderedDict(), os.getpid()
         if shard not in self._files:
             while len(self._files) >= OPEN_SHARDS:
-                self._files.popitem(last=False)[1].close()
-            self._files[shard] = pq.ParquetFile(self._store.open(shard_name(shard)))
+                self._files.popitem(last=False)[1].close(force=True)
+            self._files[shard] = open_shard(
+                self._store, shard, plan_digest=self._plan.digest, num_prompts=self._plan.shard_prompts[shard]
+            )
         self._files.move_to_end(shard)
         return self._files[shard]
 

@@ -6,7 +6,8 @@ Parquet have no bfloat16, and every other type for these numbers is slower, larg
 
     prompt_id: string   num_tokens: int32   input_ids: list<int32>   loss_mask: list<bool>   layer_<i>: large_binary
 
-Field metadata of a layer: ``hsray.layer``, ``hsray.dtype``, ``hsray.hidden_size``. File metadata: ``hsray.*``.
+Field metadata of a layer: ``hsray.layer``, ``hsray.dtype``, ``hsray.hidden_size``. File metadata: ``hsray.*``, of which
+``hsray.plan_digest`` and ``hsray.shard`` say which shard of which plan it is, whatever the file is called.
 
 Shapes: T tokens of a prompt, S tokens of a shard, D hidden size.
 """
@@ -22,6 +23,8 @@ import pyarrow.parquet as pq
 
 from hsray.layers import Layer, column_name
 from hsray.model import DTYPE_BYTES
+from hsray.plan import shard_name
+from hsray.store import Store
 
 if TYPE_CHECKING:
     import torch
@@ -154,6 +157,38 @@ def row_groups(table: pa.Table) -> Iterator[tuple[int, int]]:
             start, num_bytes = row, 0
         num_bytes += num_tokens * row_bytes
     yield start, len(table)
+
+
+def stamped(schema: pa.Schema, *, shard: int, plan_digest: str) -> pa.Schema:
+    """The schema of one shard of a plan."""
+    stamp = {b"hsray.plan_digest": plan_digest.encode(), b"hsray.shard": str(shard).encode()}
+    return schema.with_metadata({**(schema.metadata or {}), **stamp})
+
+
+def open_shard(store: Store, shard: int, *, plan_digest: str, num_prompts: int) -> pq.ParquetFile:
+    """Opens a published shard, from its footer, and checks that it is that shard of that plan.
+
+    Raises:
+        ShardError: the file is damaged, or another plan's or shard's.
+        FileNotFoundError: it is not there.
+    """
+    url, remedy = f"{store.url}/{shard_name(shard)}", "remove it, and build again to restore it"
+    source = store.open(shard_name(shard))
+    try:
+        file = pq.ParquetFile(source)
+    except (pa.ArrowInvalid, OSError) as error:
+        source.close()
+        raise ShardError(f"{url} is damaged: {error}; {remedy}") from error
+    metadata = file.schema_arrow.metadata or {}
+    for name, wanted in (("plan_digest", plan_digest), ("shard", str(shard))):
+        found = metadata.get(f"hsray.{name}".encode(), b"none").decode(errors="replace")
+        if found != wanted:
+            source.close()
+            raise ShardError(f"{url} is not of this dataset: its {name} is {found!r}; {wanted!r} wanted: {remedy}")
+    if file.metadata.num_rows != num_prompts:
+        source.close()
+        raise ShardError(f"{url} holds {file.metadata.num_rows} prompts; the plan says {num_prompts}: {remedy}")
+    return file
 
 
 def layer_columns(schema: pa.Schema) -> dict[Layer, str]:

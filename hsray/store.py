@@ -15,6 +15,7 @@ import fsspec
 import pyarrow as pa
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 #: Marks the temporary siblings, so that a later run can sweep what a killed one left.
 TEMPORARY_PREFIX = ".hsray-tmp-"
@@ -37,6 +38,11 @@ class Store:
     def is_local(self) -> bool:
         """Whether the folder is on a filesystem of this machine."""
         return isinstance(self._fs, LocalFileSystem)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether what is published is seen by this process alone, as in ``memory://``."""
+        return isinstance(self._fs, MemoryFileSystem)
 
     def path(self, name: str) -> str:
         """The filesystem's own path of an object."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 from hsray.engine import CaptureError, EngineDied, EngineName, EngineOptions, ShardBuffer, open_engine
 from hsray.plan import shard_name
 from hsray.report import Receipt
-from hsray.shard import ShardPrompts, shard_table, write_table
+from hsray.shard import ShardPrompts, open_shard, shard_table, stamped, write_table
 from hsray.store import Store
 
 
@@ -30,6 +30,7 @@ class CaptureJob:
     out: str
     storage_options: Mapping[str, Any] | None
     schema: pa.Schema
+    plan_digest: str
 
 
 class CaptureWorker:
@@ -38,7 +39,7 @@ class CaptureWorker:
     def __init__(self, job: CaptureJob):
         started = time.monotonic()
         _use_all_cores()
-        self._store = Store(job.out, job.storage_options)
+        self._store, self._plan_digest = Store(job.out, job.storage_options), job.plan_digest
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hsray-writer")
         self._not_started: Exception | None = None
         try:
@@ -86,6 +87,7 @@ class CaptureWorker:
             write_s=0.0,
         )
         if self._store.exists(shard_name(prompts.shard)):
+            self._check_present(prompts)
             present: Future[Receipt] = Future()
             present.set_result(receipt)
             return present
@@ -100,20 +102,28 @@ class CaptureWorker:
         receipt = replace(receipt, captured=True, wait_s=lent - asked, capture_s=time.monotonic() - lent)
         return self._writer.submit(self._publish, prompts, buffer, receipt)
 
+    def _check_present(self, prompts: ShardPrompts) -> None:
+        num_prompts = len(prompts.prompt_ids)
+        file = open_shard(self._store, prompts.shard, plan_digest=self._plan_digest, num_prompts=num_prompts)
+        file.close(force=True)
+
     def _capture_prompts(self, prompts: ShardPrompts, buffer: ShardBuffer) -> None:
         row = 0
         for prompt_id, input_ids in zip(prompts.prompt_ids, prompts.input_ids, strict=True):
             try:
                 self._engine.capture(input_ids, into=buffer, at=row)
-            except CaptureError as error:
-                raise type(error)(f"prompt {prompt_id!r} of shard {prompts.shard}: {error}") from error
+            except Exception as error:
+                kind = type(error) if isinstance(error, CaptureError) else CaptureError
+                words = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
+                raise kind(f"prompt {prompt_id!r} of shard {prompts.shard}: {words}") from error
             row += len(input_ids)
 
     def _publish(self, prompts: ShardPrompts, buffer: ShardBuffer, receipt: Receipt) -> Receipt:
         started = time.monotonic()
         name = shard_name(prompts.shard)
         try:
-            table = shard_table(prompts, buffer.states, self._schema)
+            schema = stamped(self._schema, shard=prompts.shard, plan_digest=self._plan_digest)
+            table = shard_table(prompts, buffer.states, schema)
             with self._store.staged(name) as sink:
                 write_table(table, sink)
                 nbytes = sink.tell()

@@ -62,8 +62,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--engine-args",
         type=json.loads,
         metavar="JSON",
-        help="arguments for the engine itself, such as '{\"tp_size\": 2}'",
+        help='arguments for the engine itself, such as \'{"attention_backend": "triton"}\'',
     )
+    add("--tensor-parallel", type=int, default=1, help="GPUs of one node that share the model in each engine")
     add(
         "--engines",
         type=int,
@@ -103,11 +104,13 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Builds as the flags say; prints the report, or one error."""
     arguments = vars(make_parser().parse_args(argv))
+    from ray.exceptions import RayError  # takes seconds, which --help need not wait for
+
     if len(arguments["layers"]) == 1:
         arguments["layers"] = arguments["layers"][0]
     try:
         print(hsray.build(arguments.pop("dataset"), **arguments))
-    except (ValueError, OSError, ImportError, CaptureError) as error:
+    except (ValueError, OSError, ImportError, CaptureError, RayError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -7,10 +7,15 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -88,16 +93,13 @@ def test_a_build_killed_again_and_again_equals_an_undisturbed_one_and_makes_no_s
     command, environment, whole, duration_s = resumable
     out, chosen, published, kills = tmp_path / "killed", random.Random(7), {}, []
     num_shards = sum(name.startswith("shards/") for name in whole)
-    for number in range(request.config.getoption("kills")):
+    for left in range(request.config.getoption("kills"), 0, -1):
         driver = subprocess.Popen(command(out), env=environment)
-        # By turns: at any moment of the whole, and at a moment of the capture, which is the shorter part.
-        if number % 2:
-            wait_for(driver, chosen.uniform(0.1, 0.7) * duration_s)
-        else:
-            wait_for_shards(driver, out, len(published) + chosen.randint(1, max(1, (num_shards - len(published)) // 3)))
-        if driver.poll() is not None:
-            assert driver.returncode == 0
-            break
+        # By turns within the capture, after some of its shards, and at any moment up to that.
+        some = len(published) + chosen.randint(1, max(1, 2 * (num_shards - len(published)) // (left + 2)))
+        timeout_s = chosen.uniform(0.05, 1.0) * duration_s if left % 2 else 10 * duration_s
+        wait_for(driver, out, some, timeout_s)
+        assert driver.poll() is None, f"it ended before it was killed: exit status {driver.returncode}"
         driver.send_signal(signal.SIGKILL)
         driver.wait()
         # A file that is written again gets another inode, even with the same bytes.
@@ -108,18 +110,77 @@ def test_a_build_killed_again_and_again_equals_an_undisturbed_one_and_makes_no_s
     subprocess.run(command(out), env=environment, check=True)
     assert {path.name: path.stat().st_ino for path in out.glob("shards/*")}.items() >= published.items()
     assert files_of(out) == whole
-    assert kills and 0 < kills[0] < num_shards, "no kill fell inside the capture"
+    assert any(0 < kill < num_shards for kill in kills), "no kill fell inside the capture"
     print(f"shards published at each kill, of {num_shards}: {kills}")
 
 
-def wait_for(driver: subprocess.Popen, timeout_s: float) -> None:
-    with suppress(subprocess.TimeoutExpired):
-        driver.wait(timeout=timeout_s)
-
-
-def wait_for_shards(driver: subprocess.Popen, out: Path, count: int) -> None:
-    while driver.poll() is None and sum(1 for _ in out.glob("shards/[0-9]*")) < count:
+def wait_for(driver: subprocess.Popen, out: Path, shards: int, timeout_s: float) -> None:
+    """Until a build has ended, has published so many shards, or the time is over."""
+    ends = time.monotonic() + timeout_s
+    while driver.poll() is None and sum(1 for _ in out.glob("shards/[0-9]*")) < shards and time.monotonic() < ends:
         time.sleep(0.01)
+
+
+@contextmanager
+def actors_killed(times: int) -> Iterator[list[int]]:
+    """SIGKILLs the engine actor of a running build, as soon as it is seen, so many times; gives their process ids."""
+    killed: list[int] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.05) and len(killed) < times:
+            for process in psutil.process_iter(["cmdline"]):
+                if "CaptureWorker" in " ".join(process.info["cmdline"] or ()) and process.pid not in killed:
+                    process.kill()
+                    killed.append(process.pid)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield killed
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def test_an_engine_actor_that_is_killed_is_replaced(ray_session, tiny_llama, tmp_path):
+    rows = unique_prompts(20, longest=50)
+    with actors_killed(1) as killed:
+        report = build_tiny(tiny_llama, rows, tmp_path / "out", shard_bytes=1 << 16)
+    assert len(killed) == 1
+    assert report.new_shards == report.shards > 3
+    build_tiny(tiny_llama, rows, tmp_path / "undisturbed", shard_bytes=1 << 16)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "undisturbed")
+
+
+def test_an_engine_actor_that_always_dies_ends_the_build(ray_session, tiny_llama, tmp_path):
+    with actors_killed(20) as killed, pytest.raises(EngineDied, match=r"an engine's process died again and again"):
+        build_tiny(tiny_llama, unique_prompts(20, longest=50), tmp_path / "out")
+    assert 3 <= len(killed) <= 4  # Ray also replaces an actor that dies before its first task
+
+
+def test_a_shard_of_another_dataset_or_a_damaged_one_is_refused_and_restored_once_removed(
+    ray_session, tiny_llama, tmp_path
+):
+    rows, other_rows = unique_prompts(5, longest=50), unique_prompts(5, longest=50, seed=1)
+    build_tiny(tiny_llama, rows, tmp_path / "out")
+    build_tiny(tiny_llama, other_rows, tmp_path / "other")
+    whole, shard = files_of(tmp_path / "out"), tmp_path / "out/shards/000000.parquet"
+    manifest = load_manifest(Store(tmp_path / "out"))
+    replace(manifest, state="building", shard_file_bytes=None).save(Store(tmp_path / "out"))
+    bad = {
+        "is not of this dataset: its plan_digest": files_of(tmp_path / "other")["shards/000000.parquet"],
+        "is damaged": whole["shards/000000.parquet"][:-100],
+    }
+    for message, content in bad.items():
+        shard.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"shards/000000\.parquet {message}.*remove it, and build again"):
+            build_tiny(tiny_llama, rows, tmp_path / "out")
+        with pytest.raises(ValueError, match=message):
+            hsray.read(tmp_path / "out")[0]
+    shard.unlink()
+    build_tiny(tiny_llama, rows, tmp_path / "out")
+    assert files_of(tmp_path / "out") == whole
 
 
 def test_a_finished_dataset_opens_no_engine(ray_session, tiny_llama, tmp_path):
@@ -187,6 +248,10 @@ def build_tiny(tiny: Path, dataset: Path | list, out: Path | str, **changes: obj
         ({"out": "/proc/hsray"}, OSError, "'/proc/hsray' cannot be written"),
         ({"dataset": "/nowhere/*.jsonl"}, FileNotFoundError, "names no file"),
         ({"max_tokens": 5000}, ValueError, "the model's context is 1024"),
+        ({"shard_bytes": 0.5}, ValueError, "shard_bytes=0.5; give a whole number from 1 up"),
+        ({"engine": "vllm"}, ValueError, "engine='vllm' is not known; wanted 'sglang' or 'transformers'"),
+        ({"engine": "sglang", "engine_args": {"disable_radix_cache": False}}, ValueError, "leave it out"),
+        ({"out": "memory://x"}, ValueError, "out='memory://x' is memory of this process alone"),
     ],
 )
 def test_a_bad_request_is_one_clear_error(ray_session, tiny_llama, tmp_path, changes, error, message):
@@ -238,6 +303,9 @@ def test_prompts_dropped_by_policy_are_counted_and_listed(ray_session, tiny_llam
 def test_an_engine_that_does_not_start_ends_the_build_in_its_own_words(ray_session, tiny_llama, tmp_path):
     with pytest.raises(EngineDied, match=r"^the engine did not start: TypeError: .*'bogus'$"):
         build_tiny(tiny_llama, [{"input_ids": [1]}], tmp_path / "out", engine_args={"bogus": 1})
+    # It made nothing, so it binds nobody.
+    report = build_tiny(tiny_llama, [{"input_ids": [1]}], tmp_path / "out", max_tokens=np.int64(100))
+    assert report.new_shards == 1
 
 
 def test_states_that_are_not_finite_end_the_build_naming_the_prompt(ray_session, tiny_llama, tmp_path):

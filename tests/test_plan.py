@@ -23,7 +23,6 @@ def options_for(**changes: object) -> PlanOptions:
         "bytes_per_token": BYTES_PER_TOKEN,
         "value_bytes_per_token": 5,
         "shard_bytes": 100,
-        "too_long": "drop",
         "max_tokens": 1000,
     }
     return PlanOptions(**(defaults | changes))

@@ -18,7 +18,7 @@ from hsray.prompts import PROMPTS_SCHEMA, PromptError, PromptOptions, digest_row
 from hsray.store import Store
 
 VOCAB_SIZE = 49152
-PLAN_OPTIONS = PlanOptions(bytes_per_token=8, value_bytes_per_token=8, shard_bytes=100, too_long="error", max_tokens=64)
+PLAN_OPTIONS = PlanOptions(bytes_per_token=8, value_bytes_per_token=8, shard_bytes=100, max_tokens=64)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,7 +24,7 @@ from hsray.layers import Layer
 from hsray.manifest import Identity, Manifest, ManifestError, complete
 from hsray.plan import PlanOptions, read_plan_file, shard_name, write_plan
 from hsray.prompts import PROMPTS_SCHEMA
-from hsray.shard import ShardPrompts, shard_schema, shard_table, write_table
+from hsray.shard import ShardPrompts, shard_schema, shard_table, stamped, write_table
 from hsray.store import Store
 
 LAYERS: tuple[Layer, ...] = ("embed", 3, "final")
@@ -66,6 +66,7 @@ def plan_prompts(prompts: Sequence[dict], out: Path | str, shard_tokens: int = 4
         dtype=str(hidden_TD.dtype).removeprefix("torch."),
         engine="transformers",
         engine_args={},
+        tensor_parallel=1,
         shard_bytes=shard_tokens * bytes_per_token,
         max_tokens=1024,
         too_long="error",
@@ -86,7 +87,6 @@ def plan_prompts(prompts: Sequence[dict], out: Path | str, shard_tokens: int = 4
         bytes_per_token=bytes_per_token,
         value_bytes_per_token=bytes_per_token // len(LAYERS),
         shard_bytes=identity.shard_bytes,
-        too_long="error",
         max_tokens=1024,
     )
     plan = write_plan([pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA)], store, options)
@@ -101,6 +101,7 @@ def publish_shard(store: Store, manifest: Manifest, prompts: Sequence[dict], sha
     states = {layer: torch.cat([states[layer] for states in wanted]) for layer in LAYERS}
     identity = manifest.identity
     schema = shard_schema(LAYERS, hidden_size=identity.hidden_size, dtype=identity.dtype)
+    schema = stamped(schema, shard=shard, plan_digest=manifest.plan.digest)
     listed = ShardPrompts(
         shard=shard, prompt_ids=row["prompt_id"], input_ids=row["input_ids"], loss_masks=row["loss_mask"]
     )
