@@ -240,12 +240,25 @@ def engine_arguments(options: EngineOptions) -> dict[str, Any]:
 def _start(plan: CapturePlan, options: EngineOptions) -> Any:
     # SGLang refuses a context above the model's own unless told; the reserve is never filled with tokens.
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    if options.tensor_parallel > 1 and not _has_gpu():
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_of_ranks(options.tensor_parallel))
     from sglang.srt.entrypoints.engine import Engine
 
     class CapturingEngine(Engine):
         run_scheduler_process_func = staticmethod(functools.partial(run_scheduler, plan))
 
     return CapturingEngine(**engine_arguments(options))
+
+
+def _cores_of_ranks(num_ranks: int) -> str:
+    """Each rank's own cores, as SGLang wants them said where ranks outnumber the NUMA nodes: ``"0,1|2,3"``."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < num_ranks:
+        raise CaptureError(
+            f"tensor_parallel={num_ranks} without a GPU needs as many cores; this process has {len(cores)}"
+        )
+    share = len(cores) // num_ranks
+    return "|".join(",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(num_ranks))
 
 
 def _cpu_args() -> dict[str, Any]:

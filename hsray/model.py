@@ -1,5 +1,6 @@
 """What must be known of a model before its weights are loaded: depth, width, context, vocabulary, identity."""
 
+import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -96,15 +97,27 @@ def _load_config(model: str, trust_remote_code: bool) -> "PretrainedConfig":
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise FileNotFoundError(f"model {model!r} is a folder without a config.json; name a saved Transformers model")
+    load = functools.partial(AutoConfig.from_pretrained, model, trust_remote_code=trust_remote_code)
     try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return load()
     except (OSError, ValueError) as error:
         if path.is_dir():
+            if _register_configs_of_sglang():
+                return load()
             raise
         raise FileNotFoundError(
             f"model {model!r} is no folder here, and no hub that can be reached knows it; "
             f"give a local folder or a hub name ({str(error).splitlines()[0]})"
         ) from error
+
+
+def _register_configs_of_sglang() -> bool:
+    """SGLang knows models that this Transformers does not, such as Kimi-K2.5; False where it is not installed."""
+    try:
+        import sglang.srt.utils.hf_transformers.common  # noqa: F401 (importing it registers them)
+    except ImportError:
+        return False
+    return True
 
 
 def _resolve_dtype(model: str, dtype: str, config: "PretrainedConfig", text: "PretrainedConfig") -> str:

@@ -146,6 +146,8 @@ def measure_build(workload: Workload, options: EngineOptions, arguments: argpars
             out=out,
             dtype=arguments.dtype,
             engine_args=options.engine_args,
+            tensor_parallel=options.tensor_parallel,
+            engines=arguments.engines,
             shard_bytes=arguments.shard_bytes,
         )
         print(report, file=sys.stderr)
@@ -218,6 +220,8 @@ def main() -> int:
     add("--dtype", default="auto", help="as for build.py")
     add("--load-format", default="auto", help="dummy: random weights")
     add("--engine-args", type=json.loads, default={}, metavar="JSON", help="for SGLang")
+    add("--tensor-parallel", type=int, default=1, metavar="GPUS", help="as for build.py")
+    add("--engines", type=int, help="of a build (default: as for build.py)")
     add("--shard-bytes", type=parse_bytes, default=256 << 20, metavar="BYTES", help="as for build.py")
     add("--folder", type=Path, help="where build writes, in a temporary folder (default: the system's)")
     add("--json", type=Path, help="also write the figures here")
@@ -233,6 +237,7 @@ def main() -> int:
         layers=resolve_layers(layers, num_layers=model.num_layers),
         max_tokens=longest,
         buffer_tokens=longest,
+        tensor_parallel=arguments.tensor_parallel,
         engine_args=arguments.engine_args,
     )
     asyncio.set_event_loop(asyncio.new_event_loop())

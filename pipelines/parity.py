@@ -2,6 +2,7 @@
 
 Truth is the Transformers model in float32 over the same bfloat16 weights. A family passes in bfloat16 if, layer by layer,
 SGLang's relative error is at most 1.25 times that of Transformers' own bfloat16 run; in float32, if it is at most 1e-5.
+With --tensor-parallel, SGLang on one GPU is what several are compared with, under the same bars.
 
     python pipelines/parity.py --dtype float32                                   # on a CPU
     python pipelines/parity.py --engine-args '{"attention_backend": "triton"}'   # on a GPU
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from hsray import engine_sglang
 from hsray.engine import CaptureError, EngineName, EngineOptions, open_engine
 from hsray.engine_transformers import auto_model_class
 from hsray.layers import Layer, resolve_layers
@@ -60,10 +62,12 @@ class LayerError:
     """One layer of one family: relative errors (Frobenius) against the truth."""
 
     family: str
+    tokens: int
     layer: Layer
     sglang: float
+    """Against the truth; under tensor parallelism, against SGLang on one GPU."""
     transformers: float
-    """Of Transformers in the same dtype; 0 in float32, where it is the truth."""
+    """Of Transformers in the same dtype against the truth; 0 in float32, where it is the truth."""
     passes: bool
 
 
@@ -90,6 +94,7 @@ def families() -> Mapping[str, Callable[[], "PretrainedConfig"]]:
         "olmo2": lambda: hf.Olmo2Config(**COMMON),
         "gemma3-multimodal": _gemma3_multimodal,
         "qwen3-vl": _qwen3_vl,
+        "kimi-k2.5": _deepseek_v3,
     }  # fmt: skip
 
 
@@ -121,6 +126,7 @@ def _gemma3_multimodal() -> "PretrainedConfig":
     import transformers as hf
 
     vision = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"vision_use_head": False}
     return hf.Gemma3Config(
         text_config=_gemma() | {"sliding_window": 512}, vision_config=vision | {"image_size": 56, "patch_size": 14},
         mm_tokens_per_image=4, boi_token_index=8000, eoi_token_index=8001, image_token_index=8002,
@@ -143,7 +149,52 @@ def _gemma() -> dict[str, Any]:
     return COMMON | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256, "tie_word_embeddings": True}
 
 
-def make_model(config: "PretrainedConfig", folder: Path) -> None:
+def make_model(family: str, folder: Path) -> Path:
+    """Saves a random model as its family publishes them; returns the folder that Transformers reads."""
+    if family == "kimi-k2.5":
+        save_random(families()[family](), folder / "text")
+        wrap_as_kimi(folder / "text", folder)
+        return folder / "text"
+    save_random(families()[family](), folder)
+    if family == "gemma3-multimodal":
+        rename_weights(folder, folder, lambda name: name.replace("vision_tower.", "vision_tower.vision_model."))
+    return folder
+
+
+def wrap_as_kimi(text: Path, folder: Path) -> None:
+    """A Kimi-K2.5 checkpoint around a DeepSeek-V3 text model, without weights for its vision tower, which text needs not."""
+    config = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "dtype": "bfloat16",
+        "media_placeholder_token_id": 8002,
+        "text_config": json.loads((text / "config.json").read_text()),
+        "vision_config": {
+            # As published, and as SGLang 0.5.16 renames some of them.
+            "vt_hidden_size": 128,
+            "vt_intermediate_size": 256,
+            "vt_num_hidden_layers": 2,
+            "vt_num_attention_heads": 2,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "text_hidden_size": 1024,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    rename_weights(text, folder, lambda name: f"language_model.{name}")
+
+
+def rename_weights(source: Path, target: Path, rename: Callable[[str], str]) -> None:
+    """Writes a folder's weights to another, or the same, under other names."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {rename(name): values for name, values in load_file(source / "model.safetensors").items()}
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_random(config: "PretrainedConfig", folder: Path) -> None:
     """Saves a random model of a config in bfloat16, every vector away from its default, so that none goes unnoticed."""
     import torch
 
@@ -162,47 +213,67 @@ def make_model(config: "PretrainedConfig", folder: Path) -> None:
 
 
 def states(
-    engine: EngineName, model: str, dtype: str, input_ids: list[int], engine_args: Mapping[str, Any]
-) -> "dict[Layer, torch.Tensor]":
-    """Every layer of one prompt, layer -> [T, D]."""
-    description = describe_model(model, dtype=dtype)
+    engine: EngineName,
+    model: str | Path,
+    dtype: str,
+    prompts: list[list[int]],
+    engine_args: Mapping[str, Any],
+    tensor_parallel: int = 1,
+) -> "list[dict[Layer, torch.Tensor]]":
+    """Every layer of each prompt, layer -> [T, D]."""
+    import torch
+
+    longest = max(map(len, prompts))
+    description = describe_model(str(model), dtype=dtype)
     options = EngineOptions(
         model=description,
         layers=resolve_layers(["embed", *range(description.num_layers), "final"], num_layers=description.num_layers),
-        max_tokens=len(input_ids),
-        buffer_tokens=len(input_ids),
+        max_tokens=longest,
+        buffer_tokens=longest,
         num_buffers=1,
+        tensor_parallel=tensor_parallel,
         engine_args=engine_args,
     )
     with open_engine(engine, options) as opened:
-        captured = opened.capture_alone(input_ids)
+        captured = [opened.capture_alone(input_ids) for input_ids in prompts]
     gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return captured
 
 
 def compare(family: str, arguments: argparse.Namespace) -> list[LayerError]:
-    """A family's errors, layer by layer."""
+    """A family's errors, prompt by prompt and layer by layer."""
     import torch
 
     chosen = torch.Generator().manual_seed(1)
-    input_ids = torch.randint(3, TEXT_TOKENS, (arguments.tokens,), generator=chosen).tolist()
+    prompts = [torch.randint(3, TEXT_TOKENS, (count,), generator=chosen).tolist() for count in arguments.tokens]
     reference = {"attn_implementation": "eager"}  # the only one with every family's soft caps and sinks
+    dtype, engine_args = arguments.dtype, arguments.engine_args
     with tempfile.TemporaryDirectory(prefix="hsray-parity-") as folder:
-        make_model(families()[family](), Path(folder))
-        truth = states("transformers", folder, "float32", input_ids, reference)
-        own = (
-            truth
-            if arguments.dtype == "float32"
-            else states("transformers", folder, arguments.dtype, input_ids, reference)
-        )
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        ours = states("sglang", folder, arguments.dtype, input_ids, arguments.engine_args)
+        text = make_model(family, Path(folder))
+        truth = states("transformers", text, "float32", prompts, reference)
+        own = truth if dtype == "float32" else states("transformers", text, dtype, prompts, reference)
+        base = truth
+        if arguments.tensor_parallel > 1:
+            base = states("sglang", folder, dtype, prompts, engine_args)
+        ours = states("sglang", folder, dtype, prompts, engine_args, arguments.tensor_parallel)
     errors = []
-    for layer, truth_TD in truth.items():
-        error, own_error = relative_error(ours[layer], truth_TD), relative_error(own[layer], truth_TD)
-        bar = FLOAT32_ERROR if arguments.dtype == "float32" else max(BF16_RATIO * own_error, FLOAT32_ERROR)
-        errors.append(LayerError(family=family, layer=layer, sglang=error, transformers=own_error, passes=error <= bar))
+    for number, num_tokens in enumerate(arguments.tokens):
+        for layer, truth_TD in truth[number].items():
+            error = relative_error(ours[number][layer], base[number][layer])
+            own_error = relative_error(own[number][layer], truth_TD)
+            bar = FLOAT32_ERROR if dtype == "float32" else max(BF16_RATIO * own_error, FLOAT32_ERROR)
+            errors.append(
+                LayerError(
+                    family=family,
+                    tokens=num_tokens,
+                    layer=layer,
+                    sglang=error,
+                    transformers=own_error,
+                    passes=error <= bar,
+                )
+            )
     return errors
 
 
@@ -213,11 +284,13 @@ def relative_error(found_TD: "torch.Tensor", truth_TD: "torch.Tensor") -> float:
 
 def show(errors: list[LayerError], console: Console) -> None:
     """A row for each family and layer."""
-    table = Table("family", "layer", "SGLang", "Transformers", "ratio", "")
+    table = Table("family", "tokens", "layer", "SGLang", "Transformers", "ratio", "")
     for row in errors:
         ratio = f"{row.sglang / row.transformers:.2f}" if row.transformers else ""
         verdict = "right" if row.passes else "[bold red]WRONG[/]"
-        table.add_row(row.family, str(row.layer), f"{row.sglang:.2e}", f"{row.transformers:.2e}", ratio, verdict)
+        table.add_row(
+            row.family, str(row.tokens), str(row.layer), f"{row.sglang:.2e}", f"{row.transformers:.2e}", ratio, verdict
+        )
     console.print(table)
 
 
@@ -227,10 +300,21 @@ def main() -> int:
     add = parser.add_argument
     add("--families", nargs="+", default=list(families()), choices=list(families()), metavar="FAMILY")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    add("--tokens", type=int, default=700, help="the prompt's length (default: 700)")
+    add("--tokens", nargs="+", type=int, default=[700], help="the prompts' lengths (default: 700)")
+    add("--tensor-parallel", type=int, default=1, metavar="GPUS", help="compare this many with one")
+    add(
+        "--without",
+        nargs="+",
+        default=[],
+        choices=list(engine_sglang.SAFE_ARGS),
+        metavar="SWITCH",
+        help="leave these of hsray's safe switches at SGLang's own defaults, to see what they are for",
+    )
     add("--engine-args", type=json.loads, default={}, metavar="JSON", help="for SGLang")
     add("--json", type=Path, help="also write the errors here")
     arguments = parser.parse_args()
+    for name in arguments.without:
+        del engine_sglang.SAFE_ARGS[name]
     console, errors, refused = Console(), [], {}
     for family in arguments.families:
         try:

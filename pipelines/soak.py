@@ -80,7 +80,7 @@ def check_chunks(model: str, arguments: argparse.Namespace, console: Console) ->
     chosen = random.Random(1)
     input_ids = [chosen.randrange(3, TEXT_TOKENS) for _ in range(arguments.long)]
     runs: list[Mapping[Any, Any]] = [
-        states("sglang", model, arguments.dtype, input_ids, arguments.engine_args | changes)
+        states("sglang", model, arguments.dtype, [input_ids], arguments.engine_args | changes)[0]
         for changes in ({}, {"chunked_prefill_size": 8192})
     ]
     errors = {layer: relative_error(runs[1][layer], runs[0][layer]) for layer in runs[0]}
@@ -126,7 +126,7 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console(width=160)
     with tempfile.TemporaryDirectory(prefix="hsray-soak-model-") as folder:
-        make_model(families()[arguments.family](), Path(folder))
+        make_model(arguments.family, Path(folder))
         results = [CHECKS[name](folder, arguments, console) for name in arguments.checks]
     return 0 if all(results) else 1
 

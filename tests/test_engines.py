@@ -146,6 +146,13 @@ def test_chunks_of_a_prompt_land_in_order_and_an_engine_that_died_says_so(tiny_l
             engine.capture_alone(random_ids(engine, 8, seed=0))
 
 
+def test_two_ranks_that_share_a_model_give_its_states(tiny_llama: Path):
+    options = options_for(tiny_llama, tensor_parallel=2)
+    with open_engine("sglang", options) as engine:
+        for num_tokens in (1, 7, 333):
+            check_parity(engine, random_ids(engine, num_tokens, seed=num_tokens))
+
+
 def test_a_model_that_sglang_cannot_load_is_an_error_in_its_own_words(tiny_llama: Path, tmp_path: Path):
     for path in tiny_llama.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

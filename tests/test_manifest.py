@@ -108,6 +108,7 @@ def test_states_go_from_planning_through_building_to_complete(tmp_path):
 def test_the_same_dataset_has_the_same_manifest_byte_for_byte(tmp_path):
     for name in ("first", "second"):
         store = Store(tmp_path / name)
+        BUILDING.save(store)
         publish_shards(store, 0, 1, 2)
         complete(BUILDING, store)
     assert (tmp_path / "first/manifest.json").read_bytes() == (tmp_path / "second/manifest.json").read_bytes()
