@@ -40,6 +40,7 @@ SAFE_ARGS: dict[str, Any] = {
     "enable_torch_compile": False,
     "enable_hierarchical_cache": False,
     "enable_pdmux": False,
+    "disable_hybrid_swa_memory": True,  # a smaller pool for windowed layers never takes a prompt that fills the cache
     "dp_size": 1,
     "pp_size": 1,
     "skip_tokenizer_init": True,
