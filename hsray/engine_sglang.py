@@ -98,7 +98,10 @@ class SGLangEngine(CaptureEngine):
                 self._sglang = _start(plan, options)
             except Exception as error:
                 words = self._control.error or error
-                raise EngineDied(f"SGLang {self.version} did not start on {options.model.model!r}: {words}") from error
+                raise EngineDied(
+                    f"SGLang {self.version} did not start on {options.model.model!r}: {words}; engine='transformers' runs "
+                    "models that SGLang lacks"
+                ) from error
             finally:
                 self._belongings.note()
                 if self._sglang is None:
@@ -171,12 +174,9 @@ class SGLangEngine(CaptureEngine):
         advice = "use engine='transformers' for this model"
         try:
             chosen = self._generate(ticket, input_ids, max_new_tokens=1)[0]
-        except EngineDied:
-            raise
         except CaptureError as error:
-            raise CaptureError(
-                f"SGLang {self.version} on {self.options.model.architecture}: {error}; {advice}"
-            ) from error
+            words = f"SGLang {self.version} on {self.options.model.architecture}: {error}; {advice}"
+            raise type(error)(words) from error
         description = self._control.description
         if description["choices"] is not None and chosen not in description["choices"]:
             raise CaptureError(
