@@ -27,6 +27,7 @@ SAME_STATE = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 2e-3}
 SAME_NORM = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 #: SGLang's LM head rounds as its dtype does: scores this close, as a share of the best one's lead over the mean, tie.
 NEAR_TIE = 0.03
+MAX_TIES = 1000
 
 
 class Canary:
@@ -101,7 +102,7 @@ class Canary:
     def choices(self, final_TD: "torch.Tensor", vocab_size: int) -> list[int] | None:
         """The tokens that the LM head, in float32, scores best after the last row: the best and its near ties.
 
-        None where the head's weight is sharded over ranks or quantised.
+        None where the head's weight is sharded over ranks or quantised, or so many tie that its choice says nothing.
         """
         heads = (getattr(module, "lm_head", None) for module in self._model.modules())
         head = next((head for head in heads if head is not None), None)
@@ -113,7 +114,8 @@ class Canary:
         if bias is not None:
             scores_V = scores_V + bias[:vocab_size].float()
         near = scores_V.max() - NEAR_TIE * (scores_V.max() - scores_V.mean())
-        return (scores_V >= near).nonzero()[:, 0].tolist()
+        choices = (scores_V >= near).nonzero()[:, 0].tolist()
+        return choices if len(choices) <= MAX_TIES else None
 
 
 def block_input(block: "torch.nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "torch.Tensor":

@@ -48,6 +48,18 @@ SAFE_ARGS: dict[str, Any] = {
     "skip_server_warmup": True,
 }
 
+#: What hsray itself decides, with the way to say it.
+OWN_ARGS = {
+    "model_path": "model=",
+    "revision": "model= with a local folder",
+    "json_model_override_args": "an edited config.json in the model's folder",
+    "dtype": "dtype=",
+    "tp_size": "tensor_parallel=, which also reserves the GPUs",
+    "nnodes": "engines= for more machines",
+    "node_rank": "engines= for more machines",
+    "disaggregation_mode": "nothing: each engine runs its own prefill",
+}
+
 #: The request is refused unless its length stays this far below the context and the cache (SGLang keeps a reserve).
 TOKEN_RESERVE = 64
 
@@ -199,8 +211,9 @@ class SGLangEngine(CaptureEngine):
 
 def check_engine_args(engine_args: Mapping[str, Any]) -> None:
     """Raises ValueError for an argument that would make states wrong."""
-    if "tp_size" in engine_args:
-        raise ValueError("engine_args['tp_size']: say tensor_parallel= instead, which also reserves the GPUs")
+    for name, instead in OWN_ARGS.items():
+        if name in engine_args:
+            raise ValueError(f"engine_args[{name!r}] is not for the engine alone to know; say {instead}")
     if engine_args.get("chunked_prefill_size", 1) < 1:
         raise ValueError(
             "engine_args['chunked_prefill_size'] must be positive: without chunks, SGLang 0.5.16 lets Gemma 3 attend to "

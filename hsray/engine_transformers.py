@@ -1,4 +1,4 @@
-"""The reference engine: Hugging Face Transformers, any device; the truth for tests and for `verify`.
+"""The reference engine: Hugging Face Transformers, any device; the truth for tests and for `pipelines/parity.py`.
 
 Shapes: T tokens of a prompt, D hidden size.
 """
@@ -71,6 +71,11 @@ class TransformersEngine(CaptureEngine):
                 hidden_1TD = self._last_block_1TD
             else:
                 hidden_1TD = output.hidden_states[0 if layer == "embed" else layer + 1]
+            wanted = ((1, len(input_ids), hidden_SD.shape[1]), hidden_SD.dtype)
+            if (tuple(hidden_1TD.shape), hidden_1TD.dtype) != wanted:
+                raise CaptureError(
+                    f"Transformers gave layer {layer!r} as {list(hidden_1TD.shape)} {hidden_1TD.dtype}; {wanted} wanted"
+                )
             hidden_SD[at : at + len(input_ids)].copy_(hidden_1TD[0])
         self._last_block_1TD = None
 

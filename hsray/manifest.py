@@ -5,6 +5,7 @@
 It holds no time and no random name, so the same build always ends with the same bytes.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,11 @@ class Identity:
             object.__setattr__(self, "engine_args", json.loads(json.dumps(self.engine_args)))
         except TypeError as error:
             raise ValueError(f"engine_args={self.engine_args!r} must be what JSON can hold: {error}") from error
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over all of it; each shard carries it, so that none passes for another dataset's."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +166,12 @@ def pending_shards(plan: Plan, published: Iterable[int]) -> list[int]:
     return sorted(set(range(plan.num_shards)).difference(published))
 
 
-def check_shards(plan: Plan, published: Iterable[int], store: Store) -> None:
-    """Raises ManifestError unless the published shards are this plan's, each with its prompts, as their footers say.
+def check_shards(manifest: Manifest, published: Iterable[int], store: Store) -> None:
+    """Raises ManifestError unless the published shards are this dataset's, each with its prompts, as their footers say.
 
     A file's name alone would let another dataset's shard be taken for one of this.
     """
-    published = sorted(published)
+    plan, published = manifest.plan, sorted(published)
     extra = [shard_name(shard) for shard in published if shard >= plan.num_shards]
     if extra:
         raise ManifestError(
@@ -173,10 +179,10 @@ def check_shards(plan: Plan, published: Iterable[int], store: Store) -> None:
             f"{plan.num_shards}: move them away"
         )
 
-    digest = plan.digest
+    digest = manifest.identity.digest
 
     def check(shard: int) -> None:
-        file = open_shard(store, shard, plan_digest=digest, num_prompts=plan.shard_prompts[shard])
+        file = open_shard(store, shard, identity_digest=digest, num_prompts=plan.shard_prompts[shard])
         file.close(force=True)
 
     with ThreadPoolExecutor(CHECK_THREADS) as threads:

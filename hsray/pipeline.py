@@ -10,6 +10,7 @@ import operator
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, fields, replace
@@ -145,7 +146,7 @@ def build(
         planned = time.monotonic()
         published = published_shards(store)
         if manifest.state != "complete" or len(published) != manifest.plan.num_shards:
-            check_shards(manifest.plan, published, store)
+            check_shards(manifest, published, store)
         pending = pending_shards(manifest.plan, published)
         report = _report(manifest, store)
         report.plan_s = planned - started
@@ -284,7 +285,7 @@ def _capture_job(
         out=store.url,
         storage_options=storage_options,
         schema=shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.dtype, metadata=about),
-        plan_digest=plan.digest,
+        identity_digest=identity.digest,
     )
 
 
@@ -294,6 +295,7 @@ def _capture(
     """Streams the pending shards to the engine actors and gathers their receipts."""
     import ray
     import ray.data
+    from ray.util.annotations import RayDeprecationWarning
     from tqdm import tqdm
 
     files = _pending_files(manifest.plan.files, pending)
@@ -301,23 +303,27 @@ def _capture(
     if engines is None:
         engines = max(1, int(ray.cluster_resources().get("GPU", 0)) // gpus_each) if gpus_each else 1
     names: list[str] = []
-    receipts = (
-        ray.data.from_items(files, override_num_blocks=len(files))
-        .map_batches(_read_plan, fn_kwargs={"job": job}, batch_size=1, batch_format="pyarrow")
-        .repartition(target_num_rows_per_block=SHARDS_PER_TASK, strict=True)  # not strict, Ray fuses the three stages
-        .map_batches(
-            CaptureWorker,
-            fn_constructor_args=(job,),
-            batch_size=SHARDS_PER_TASK,
-            batch_format="pyarrow",
-            num_cpus=1,
-            num_gpus=gpus_each,
-            max_restarts=RETRIES,
-            max_task_retries=RETRIES,
-            ray_remote_args_fn=lambda: names.append(f"hsray-{uuid.uuid4().hex}") or {"name": names[-1]},
-            compute=ray.data.ActorPoolStrategy(size=min(engines, len(pending)), max_tasks_in_flight_per_actor=2),
+    with warnings.catch_warnings():
+        # Ray Data 2.60 has no other way yet to bound an actor's restarts and to name it.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        receipts = (
+            ray.data.from_items(files, override_num_blocks=len(files))
+            .map_batches(_read_plan, fn_kwargs={"job": job}, batch_size=1, batch_format="pyarrow")
+            # Not strict, Ray would fuse the three stages.
+            .repartition(target_num_rows_per_block=SHARDS_PER_TASK, strict=True)
+            .map_batches(
+                CaptureWorker,
+                fn_constructor_args=(job,),
+                batch_size=SHARDS_PER_TASK,
+                batch_format="pyarrow",
+                num_cpus=1,
+                num_gpus=gpus_each,
+                max_restarts=RETRIES,
+                max_task_retries=RETRIES,
+                ray_remote_args_fn=lambda: names.append(f"hsray-{uuid.uuid4().hex}") or {"name": names[-1]},
+                compute=ray.data.ActorPoolStrategy(size=min(engines, len(pending)), max_tasks_in_flight_per_actor=2),
+            )
         )
-    )
     num_tokens = sum(manifest.plan.shard_tokens[shard] for shard in pending)
     with (
         _killed_on_error(names),

@@ -64,7 +64,7 @@ class HiddenStates:
         published = published_shards(store)
         check_inventory(manifest, published, store)
         self._shards = sorted(set(published).intersection(range(manifest.plan.num_shards)))
-        self._plan = manifest.plan
+        self._plan, self._identity_digest = manifest.plan, manifest.identity.digest
         prompts = [manifest.plan.shard_prompts[shard] for shard in self._shards]
         self._starts = np.cumsum([0, *prompts])
         self._files: OrderedDict[int, pq.ParquetFile] = OrderedDict()
@@ -107,7 +107,7 @@ class HiddenStates:
             while len(self._files) >= OPEN_SHARDS:
                 self._files.popitem(last=False)[1].close(force=True)
             self._files[shard] = open_shard(
-                self._store, shard, plan_digest=self._plan.digest, num_prompts=self._plan.shard_prompts[shard]
+                self._store, shard, identity_digest=self._identity_digest, num_prompts=self._plan.shard_prompts[shard]
             )
         self._files.move_to_end(shard)
         return self._files[shard]

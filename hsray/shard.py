@@ -7,7 +7,7 @@ Parquet have no bfloat16, and every other type for these numbers is slower, larg
     prompt_id: string   num_tokens: int32   input_ids: list<int32>   loss_mask: list<bool>   layer_<i>: large_binary
 
 Field metadata of a layer: ``hsray.layer``, ``hsray.dtype``, ``hsray.hidden_size``. File metadata: ``hsray.*``, of which
-``hsray.plan_digest`` and ``hsray.shard`` say which shard of which plan it is, whatever the file is called.
+``hsray.identity_digest`` and ``hsray.shard`` say which shard of which dataset it is, whatever the file is called.
 
 Shapes: T tokens of a prompt, S tokens of a shard, D hidden size.
 """
@@ -159,17 +159,17 @@ def row_groups(table: pa.Table) -> Iterator[tuple[int, int]]:
     yield start, len(table)
 
 
-def stamped(schema: pa.Schema, *, shard: int, plan_digest: str) -> pa.Schema:
-    """The schema of one shard of a plan."""
-    stamp = {b"hsray.plan_digest": plan_digest.encode(), b"hsray.shard": str(shard).encode()}
+def stamped(schema: pa.Schema, *, shard: int, identity_digest: str) -> pa.Schema:
+    """The schema of one shard of a dataset."""
+    stamp = {b"hsray.identity_digest": identity_digest.encode(), b"hsray.shard": str(shard).encode()}
     return schema.with_metadata({**(schema.metadata or {}), **stamp})
 
 
-def open_shard(store: Store, shard: int, *, plan_digest: str, num_prompts: int) -> pq.ParquetFile:
-    """Opens a published shard, from its footer, and checks that it is that shard of that plan.
+def open_shard(store: Store, shard: int, *, identity_digest: str, num_prompts: int) -> pq.ParquetFile:
+    """Opens a published shard, from its footer, and checks that it is that shard of that dataset.
 
     Raises:
-        ShardError: the file is damaged, or another plan's or shard's.
+        ShardError: the file is damaged, or another dataset's or shard's.
         FileNotFoundError: it is not there.
     """
     url, remedy = f"{store.url}/{shard_name(shard)}", "remove it, and build again to restore it"
@@ -180,7 +180,7 @@ def open_shard(store: Store, shard: int, *, plan_digest: str, num_prompts: int) 
         source.close()
         raise ShardError(f"{url} is damaged: {error}; {remedy}") from error
     metadata = file.schema_arrow.metadata or {}
-    for name, wanted in (("plan_digest", plan_digest), ("shard", str(shard))):
+    for name, wanted in (("identity_digest", identity_digest), ("shard", str(shard))):
         found = metadata.get(f"hsray.{name}".encode(), b"none").decode(errors="replace")
         if found != wanted:
             source.close()

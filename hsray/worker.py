@@ -30,7 +30,7 @@ class CaptureJob:
     out: str
     storage_options: Mapping[str, Any] | None
     schema: pa.Schema
-    plan_digest: str
+    identity_digest: str
 
 
 class CaptureWorker:
@@ -39,7 +39,7 @@ class CaptureWorker:
     def __init__(self, job: CaptureJob):
         started = time.monotonic()
         _use_all_cores()
-        self._store, self._plan_digest = Store(job.out, job.storage_options), job.plan_digest
+        self._store, self._identity_digest = Store(job.out, job.storage_options), job.identity_digest
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hsray-writer")
         self._not_started: Exception | None = None
         try:
@@ -104,7 +104,7 @@ class CaptureWorker:
 
     def _check_present(self, prompts: ShardPrompts) -> None:
         num_prompts = len(prompts.prompt_ids)
-        file = open_shard(self._store, prompts.shard, plan_digest=self._plan_digest, num_prompts=num_prompts)
+        file = open_shard(self._store, prompts.shard, identity_digest=self._identity_digest, num_prompts=num_prompts)
         file.close(force=True)
 
     def _capture_prompts(self, prompts: ShardPrompts, buffer: ShardBuffer) -> None:
@@ -122,7 +122,7 @@ class CaptureWorker:
         started = time.monotonic()
         name = shard_name(prompts.shard)
         try:
-            schema = stamped(self._schema, shard=prompts.shard, plan_digest=self._plan_digest)
+            schema = stamped(self._schema, shard=prompts.shard, identity_digest=self._identity_digest)
             table = shard_table(prompts, buffer.states, schema)
             with self._store.staged(name) as sink:
                 write_table(table, sink)

@@ -165,14 +165,16 @@ def test_a_shard_of_another_dataset_or_a_damaged_one_is_refused_and_restored_onc
     rows, other_rows = unique_prompts(5, longest=50), unique_prompts(5, longest=50, seed=1)
     build_tiny(tiny_llama, rows, tmp_path / "out")
     build_tiny(tiny_llama, other_rows, tmp_path / "other")
+    build_tiny(tiny_llama, rows, tmp_path / "other layer", layers=[1])
     whole, shard = files_of(tmp_path / "out"), tmp_path / "out/shards/000000.parquet"
     manifest = load_manifest(Store(tmp_path / "out"))
     replace(manifest, state="building", shard_file_bytes=None).save(Store(tmp_path / "out"))
-    bad = {
-        "is not of this dataset: its plan_digest": files_of(tmp_path / "other")["shards/000000.parquet"],
-        "is damaged": whole["shards/000000.parquet"][:-100],
-    }
-    for message, content in bad.items():
+    bad = [
+        ("is not of this dataset: its identity_digest", files_of(tmp_path / "other")["shards/000000.parquet"]),
+        ("is not of this dataset: its identity_digest", files_of(tmp_path / "other layer")["shards/000000.parquet"]),
+        ("is damaged", whole["shards/000000.parquet"][:-100]),
+    ]
+    for message, content in bad:
         shard.write_bytes(content)
         with pytest.raises(ValueError, match=rf"shards/000000\.parquet {message}.*remove it, and build again"):
             build_tiny(tiny_llama, rows, tmp_path / "out")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hsray.engine import CaptureEngine, EngineDied, open_engine
-from hsray.engine_sglang import SAFE_ARGS
+from hsray.engine_sglang import OWN_ARGS, SAFE_ARGS
 from hsray.layers import Layer, resolve_layers
 from tests.reference import MAX_TOKENS, hugging_face_states, options_for, relative_error
 
@@ -120,6 +120,12 @@ def test_a_switch_that_corrupts_states_is_refused_before_anything_starts(tiny_ll
     value = wrong.get(name, not SAFE_ARGS[name])
     with pytest.raises(ValueError, match=f"{name}.*would make hidden states wrong"):
         open_engine("sglang", options_for(tiny_llama, engine_args={name: value}))
+
+
+@pytest.mark.parametrize("name", OWN_ARGS)
+def test_what_the_dataset_records_cannot_be_changed_behind_its_back(tiny_llama: Path, name: str):
+    with pytest.raises(ValueError, match=f"engine_args.*{name}.*say "):
+        open_engine("sglang", options_for(tiny_llama, engine_args={name: "x"}))
 
 
 def test_prefill_without_any_chunking_is_refused(tiny_llama: Path):

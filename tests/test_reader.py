@@ -101,7 +101,7 @@ def publish_shard(store: Store, manifest: Manifest, prompts: Sequence[dict], sha
     states = {layer: torch.cat([states[layer] for states in wanted]) for layer in LAYERS}
     identity = manifest.identity
     schema = shard_schema(LAYERS, hidden_size=identity.hidden_size, dtype=identity.dtype)
-    schema = stamped(schema, shard=shard, plan_digest=manifest.plan.digest)
+    schema = stamped(schema, shard=shard, identity_digest=manifest.identity.digest)
     listed = ShardPrompts(
         shard=shard, prompt_ids=row["prompt_id"], input_ids=row["input_ids"], loss_masks=row["loss_mask"]
     )
