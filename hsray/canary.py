@@ -8,6 +8,17 @@ No second copy of the model is needed. On one prompt it compares
 * the LM head's choice on the last row of ``"final"`` with the token that SGLang itself returns;
 * under tensor parallelism, what each block returned on every rank: a partial sum or a shard differs from rank to rank.
 
+What differs between SGLang's versions is where the residual stands, and is read here and nowhere else, by what is there and
+not by number (`block_input`, `norm_input`, `block_output`):
+
+    state                 up to 0.5.20                                   0.5.23, classes moved to it
+    what enters a block   hidden_states, plus the argument `residual`    forward_batch.residual_stream.snapshot(..)
+    a block's output      the stream, or (output, residual, ..)          a handle that the same stream completes
+    into the final norm   hidden_states, plus `residual`                 the same
+    reading it            a local sum                                    may sum over the ranks: all must read
+
+(Without a GPU the platform differs too: `hsray.sglang_cpu`.)
+
 Shapes: T tokens of the canary, D hidden size.
 """
 
