@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from hsray.plan import Plan, PlanFile, shard_name, shard_number
-from hsray.shard import open_shard
+from hsray.shard import check_shard
 from hsray.store import Store
 
 NAME = "manifest.json"
@@ -182,8 +182,7 @@ def check_shards(manifest: Manifest, published: Iterable[int], store: Store) -> 
     digest = manifest.identity.digest
 
     def check(shard: int) -> None:
-        file = open_shard(store, shard, identity_digest=digest, num_prompts=plan.shard_prompts[shard])
-        file.close(force=True)
+        check_shard(store, shard, identity_digest=digest, num_prompts=plan.shard_prompts[shard])
 
     with ThreadPoolExecutor(CHECK_THREADS) as threads:
         for _ in threads.map(check, published):

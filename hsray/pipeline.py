@@ -179,12 +179,13 @@ def _open_dataset(store: Store, wanted: Identity) -> Manifest:
     else takes its place.
     """
     manifest = load_manifest(store)
-    published = published_shards(store)
     if manifest is not None and manifest.state != "planning":
-        if manifest.state == "complete" or published or not identity_differences(manifest.identity, wanted):
+        # Listed only where it decides: a large dataset's listing takes seconds.
+        same = not identity_differences(manifest.identity, wanted)
+        if same or manifest.state == "complete" or published_shards(store):
             check_identity(manifest.identity, wanted, store)
             return manifest
-    elif published:
+    elif published_shards(store):
         raise ManifestError(
             f"{store.url!r} holds shards but no finished plan: another build may be planning there, or its manifest was "
             "lost; wait for it, restore the manifest, or give another out="

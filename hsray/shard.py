@@ -179,16 +179,23 @@ def open_shard(store: Store, shard: int, *, identity_digest: str, num_prompts: i
     except (pa.ArrowInvalid, OSError) as error:
         source.close()
         raise ShardError(f"{url} is damaged: {error}; {remedy}") from error
-    metadata = file.schema_arrow.metadata or {}
-    for name, wanted in (("identity_digest", identity_digest), ("shard", str(shard))):
-        found = metadata.get(f"hsray.{name}".encode(), b"none").decode(errors="replace")
-        if found != wanted:
-            source.close()
-            raise ShardError(f"{url} is not of this dataset: its {name} is {found!r}; {wanted!r} wanted: {remedy}")
-    if file.metadata.num_rows != num_prompts:
+    try:
+        metadata = file.schema_arrow.metadata or {}
+        for name, wanted in (("identity_digest", identity_digest), ("shard", str(shard))):
+            found = metadata.get(f"hsray.{name}".encode(), b"none").decode(errors="replace")
+            if found != wanted:
+                raise ShardError(f"{url} is not of this dataset: its {name} is {found!r}; {wanted!r} wanted: {remedy}")
+        if file.metadata.num_rows != num_prompts:
+            raise ShardError(f"{url} holds {file.metadata.num_rows} prompts; the plan says {num_prompts}: {remedy}")
+    except ShardError:
         source.close()
-        raise ShardError(f"{url} holds {file.metadata.num_rows} prompts; the plan says {num_prompts}: {remedy}")
+        raise
     return file
+
+
+def check_shard(store: Store, shard: int, *, identity_digest: str, num_prompts: int) -> None:
+    """Raises as `open_shard` does, and keeps nothing open."""
+    open_shard(store, shard, identity_digest=identity_digest, num_prompts=num_prompts).close(force=True)
 
 
 def layer_columns(schema: pa.Schema) -> dict[Layer, str]:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from hsray.engine import CaptureError, EngineDied, EngineName, EngineOptions, ShardBuffer, open_engine
 from hsray.plan import shard_name
 from hsray.report import Receipt
-from hsray.shard import ShardPrompts, open_shard, shard_table, stamped, write_table
+from hsray.shard import ShardPrompts, check_shard, shard_table, stamped, write_table
 from hsray.store import Store
 
 
@@ -87,7 +87,9 @@ class CaptureWorker:
             write_s=0.0,
         )
         if self._store.exists(shard_name(prompts.shard)):
-            self._check_present(prompts)
+            check_shard(
+                self._store, prompts.shard, identity_digest=self._identity_digest, num_prompts=len(prompts.prompt_ids)
+            )
             present: Future[Receipt] = Future()
             present.set_result(receipt)
             return present
@@ -101,11 +103,6 @@ class CaptureWorker:
             raise
         receipt = replace(receipt, captured=True, wait_s=lent - asked, capture_s=time.monotonic() - lent)
         return self._writer.submit(self._publish, prompts, buffer, receipt)
-
-    def _check_present(self, prompts: ShardPrompts) -> None:
-        num_prompts = len(prompts.prompt_ids)
-        file = open_shard(self._store, prompts.shard, identity_digest=self._identity_digest, num_prompts=num_prompts)
-        file.close(force=True)
 
     def _capture_prompts(self, prompts: ShardPrompts, buffer: ShardBuffer) -> None:
         row = 0
