@@ -65,13 +65,16 @@ class Canary:
     def _keep_embedding(self, _module: Any, _args: Any, output: "torch.Tensor") -> None:
         self._embedding = output.detach().clone()
 
+    def release(self) -> None:
+        """Watches no more; what was seen stays."""
+        for hook in self._hooks:
+            hook.remove()
+
     def compare_ranks(self, dtype: str) -> list[str]:
-        """Lets go of the model; the blocks whose output is not the same on every rank. All ranks must call it."""
+        """The blocks whose output is not the same on every rank. All ranks must call it."""
         import torch
         from sglang.srt.distributed import get_tp_group
 
-        for hook in self._hooks:
-            hook.remove()
         group = get_tp_group()
         if group.world_size == 1:
             return []
@@ -129,8 +132,8 @@ class Canary:
         return choices if len(choices) <= MAX_TIES else None
 
 
-def block_input(block: "torch.nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "torch.Tensor":
-    """The residual stream that enters a block, [B, D].
+def block_input(block: "torch.nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "list[torch.Tensor]":
+    """The residual stream that enters a block, as the one or two tensors [B, D] whose sum it is.
 
     SGLang up to 0.5.20 passes a pending residual beside the last block's output; 0.5.23 keeps it, with whatever the
     output still owes, on ``forward_batch.residual_stream``, for the classes moved to it.
@@ -139,16 +142,16 @@ def block_input(block: "torch.nn.Module", args: tuple[Any, ...], kwargs: dict[st
     hidden_states = arguments["hidden_states"]
     stream = getattr(arguments.get("forward_batch"), "residual_stream", None)
     if stream is not None:
-        return stream.snapshot(hidden_states)
+        return [stream.snapshot(hidden_states)]
     residual = arguments.get("residual")
-    return hidden_states if residual is None else hidden_states + residual
+    return [hidden_states] if residual is None else [hidden_states, residual]
 
 
-def norm_input(_norm: "torch.nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "torch.Tensor":
-    """The residual stream that enters the final norm, [B, D]: its first argument, and the residual it adds, if any."""
+def norm_input(_norm: "torch.nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> "list[torch.Tensor]":
+    """The residual stream that enters the final norm: its first argument and the residual it adds, if any, [B, D]."""
     hidden_states, *rest = args
     residual = rest[0] if rest else kwargs.get("residual")
-    return hidden_states if residual is None else hidden_states + residual
+    return [hidden_states] if residual is None else [hidden_states, residual]
 
 
 @functools.cache

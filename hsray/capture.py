@@ -16,16 +16,17 @@ import functools
 import json
 import math
 import mmap
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hsray.canary import Canary, block_input, norm_input
 from hsray.layers import Layer, boundary
+from hsray.staging import DeviceStaging, HostStaging, Place, map_memory
 
 if TYPE_CHECKING:
     import torch
@@ -80,18 +81,19 @@ class ControlPage:
     """A page of shared memory by which the scheduler process tells the engine what it did.
 
     Layout, little-endian: two texts (a description, an error), each an int64 byte count and then UTF-8, at 0 and at
-    ``TEXT_BYTES``; then the ledger, ``LEDGER_SLOTS`` pairs of int64 (sequence, rows).
+    ``TEXT_BYTES``; then the ledger, ``LEDGER_SLOTS`` pairs of int64 (sequence, rows); then the passes, an int64.
     """
 
     TEXT_BYTES = 1 << 16
     LEDGER_SLOTS = 4096
-    NUM_BYTES = 2 * TEXT_BYTES + LEDGER_SLOTS * 16
+    NUM_BYTES = 2 * TEXT_BYTES + LEDGER_SLOTS * 16 + 8
 
     def __init__(self, path: str):
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), self.NUM_BYTES)
         self._bytes = np.frombuffer(memory, np.uint8)
-        self._ledger = self._bytes[2 * self.TEXT_BYTES :].view(np.int64).reshape(self.LEDGER_SLOTS, 2)
+        numbers = self._bytes[2 * self.TEXT_BYTES :].view(np.int64)
+        self._ledger, self._passes = numbers[:-1].reshape(self.LEDGER_SLOTS, 2), numbers[-1:]
 
     def describe(self, description: dict[str, Any]) -> None:
         """Says what was found in the model; called once, after it has loaded."""
@@ -113,9 +115,20 @@ class ControlPage:
         """The recorded error, or an empty text."""
         return self._read_text(self.TEXT_BYTES)
 
-    def clear_error(self) -> None:
-        """Forgets the recorded error, once the engine has raised it."""
+    def take_error(self) -> str:
+        """The recorded error, which is then forgotten: the engine raises it."""
+        error = self.error
         self._write_text(self.TEXT_BYTES, "")
+        return error
+
+    def count_pass(self) -> None:
+        """Records that a forward pass with prompts of ours has ended."""
+        self._passes += 1
+
+    @property
+    def passes(self) -> int:
+        """Forward passes so far; each took one prompt or more."""
+        return int(self._passes[0])
 
     def enter(self, sequence: int, num_rows: int) -> None:
         """Records that `num_rows` rows of request `sequence` are complete in memory, in every layer."""
@@ -175,9 +188,10 @@ def install(capture: "SchedulerCapture") -> None:
 
     @functools.wraps(load_model)
     def load_model_then_attach(self: Any, *args: Any, **kwargs: Any) -> Any:
+        started = time.monotonic()
         result = load_model(self, *args, **kwargs)
         if not getattr(self, "is_draft_worker", False):
-            capture.attach(self.model)
+            capture.attach(self.model, load_s=time.monotonic() - started)
         return result
 
     @functools.wraps(forward)
@@ -193,7 +207,7 @@ def install(capture: "SchedulerCapture") -> None:
 
     @functools.wraps(logits)
     def logits_after_capture(self: Any, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        capture.take("final", lambda: hidden_states)
+        capture.take("final", lambda: [hidden_states])
         return logits(self, input_ids, hidden_states, *args, **kwargs)
 
     Scheduler.__init__ = start_or_report
@@ -211,6 +225,8 @@ class _Request:
     num_rows: int
     first_row: int
     """Of the prompt: 0 unless its prefill is chunked."""
+    states: "dict[Layer, torch.Tensor]"
+    """Its shard's memory by layer, [S, D] each; empty on a rank that only reads."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -229,10 +245,10 @@ class SchedulerCapture:
         self._memories: list[torch.Tensor] = []
         self._batch: _Batch | None = None
         self._rows_done: dict[int, int] = {}
-        self._on_gpu = False
+        self._staging: HostStaging | DeviceStaging = HostStaging()
         self._canary: Canary | None = None
 
-    def attach(self, model: "torch.nn.Module") -> None:
+    def attach(self, model: "torch.nn.Module", *, load_s: float) -> None:
         """Hooks the loaded model's blocks and maps the shared memory. Raises: nothing runs yet, so SGLang reports it."""
         decoder = find_decoder(model, self._plan.num_layers)
         for layer in self._plan.layers:
@@ -244,14 +260,16 @@ class SchedulerCapture:
                     else (decoder.layers[block], block_input)
                 )
                 module.register_forward_pre_hook(self._pre_hook(layer, read), with_kwargs=True)
-        self._on_gpu = next(model.parameters()).is_cuda
         self._canary = Canary(model, decoder)
         if not self._writes:
             return
-        self._memories = [map_memory(path, register=self._on_gpu) for path in self._plan.buffer_paths]
-        self._control.describe({"architecture": type(model).__name__})
+        device = next(model.parameters()).device
+        if device.type == "cuda":
+            self._staging = DeviceStaging(device)
+        self._memories = [map_memory(path, register=device.type == "cuda") for path in self._plan.buffer_paths]
+        self._control.describe({"architecture": type(model).__name__, "load_s": load_s})
 
-    def _pre_hook(self, layer: Layer, read: "Callable[..., torch.Tensor]") -> Callable[..., None]:
+    def _pre_hook(self, layer: Layer, read: "Callable[..., list[torch.Tensor]]") -> Callable[..., None]:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.take(layer, lambda: read(module, args, kwargs))
 
@@ -264,14 +282,14 @@ class SchedulerCapture:
         except Exception:
             self._fail("the batch could not be attributed")
 
-    def take(self, layer: Layer, state: "Callable[[], torch.Tensor]") -> None:
-        """Copies each request's rows of one layer to their final place; `state` gives [B, D]."""
+    def take(self, layer: Layer, read: "Callable[[], list[torch.Tensor]]") -> None:
+        """Copies each request's rows of one layer to their final place; `read` gives the state's addends, [B, D]."""
         if self._batch is None or layer not in self._plan.layers:
             return
         try:
-            state_BD = state()
+            addends = read()
             if self._writes:
-                self._copy(layer, state_BD, self._batch)
+                self._copy(layer, addends, self._batch)
             self._batch.taken.append(layer)
         except Exception:
             self._fail(f"layer {layer!r} could not be copied")
@@ -283,21 +301,22 @@ class SchedulerCapture:
             return
         try:
             canary, self._canary = self._canary, None
-            disagreements = canary.compare_ranks(self._plan.dtype) if canary is not None else []  # all ranks take part
+            disagreements = []
+            if canary is not None:
+                canary.release()
+                disagreements = canary.compare_ranks(self._plan.dtype)  # all ranks take part
             if not self._writes:
                 return
             if sorted(map(str, batch.taken)) != sorted(map(str, self._plan.layers)):
                 raise RuntimeError(
                     f"one pass gave layers {batch.taken}; {list(self._plan.layers)} were wanted, each once"
                 )
-            if self._on_gpu:
-                import torch
-
-                torch.cuda.current_stream().synchronize()
+            self._staging.finish()
             if canary is not None:
-                self._judge(canary, batch.requests[0].ticket, disagreements)
+                self._judge(canary, batch.requests[0], disagreements)
             for request in batch.requests:
                 self._finish(request)
+            self._control.count_pass()
         except Exception:
             self._fail("the pass could not be completed")
 
@@ -318,32 +337,37 @@ class SchedulerCapture:
                     f"rows {first_row}..{first_row + num_rows} of a prompt of {ticket.num_tokens} tokens, after {done} rows: "
                     "its first rows were taken from a cache, not computed"
                 )
-            requests.append(_Request(ticket=ticket, batch_row=batch_row, num_rows=num_rows, first_row=first_row))
+            states = self._states(ticket) if self._writes else {}
+            requests.append(
+                _Request(ticket=ticket, batch_row=batch_row, num_rows=num_rows, first_row=first_row, states=states)
+            )
             batch_row += num_rows
         return _Batch(requests=requests, num_rows=batch_row)
 
-    def _copy(self, layer: Layer, state_BD: "torch.Tensor", batch: _Batch) -> None:
+    def _copy(self, layer: Layer, addends: "Sequence[torch.Tensor]", batch: _Batch) -> None:
         import torch
 
         plan, dtype = self._plan, getattr(torch, self._plan.dtype)
-        if getattr(state_BD, "_sglang_needs_allreduce_fusion", False):
-            raise RuntimeError("the state is one rank's partial sum: all-reduce fusion must be off")
-        # Graph replay and sharded layouts change the row count; padding may only follow the real rows.
-        if state_BD.dim() != 2 or state_BD.shape[1] != plan.hidden_size or state_BD.shape[0] < batch.num_rows:
-            raise RuntimeError(
-                f"a state of shape {list(state_BD.shape)}; [{batch.num_rows}, {plan.hidden_size}] was wanted"
-            )
-        if state_BD.dtype != dtype:
-            raise RuntimeError(f"a state of {state_BD.dtype}; {dtype} was wanted: open the engine with that dtype")
+        for addend in addends:
+            if getattr(addend, "_sglang_needs_allreduce_fusion", False):
+                raise RuntimeError("the state is one rank's partial sum: all-reduce fusion must be off")
+            # Graph replay and sharded layouts change the row count; padding may only follow the real rows.
+            if addend.dim() != 2 or addend.shape[1] != plan.hidden_size or addend.shape[0] < batch.num_rows:
+                raise RuntimeError(
+                    f"a state of shape {list(addend.shape)}; [{batch.num_rows}, {plan.hidden_size}] was wanted"
+                )
+            if addend.dtype != dtype:
+                raise RuntimeError(f"a state of {addend.dtype}; {dtype} was wanted: open the engine with that dtype")
+        places = []
         for request in batch.requests:
-            hidden_SD = self._states(request.ticket)[layer]
             start = request.ticket.row + request.first_row
-            rows_BD = state_BD[request.batch_row : request.batch_row + request.num_rows]
-            hidden_SD[start : start + request.num_rows].copy_(rows_BD, non_blocking=True)
+            rows_SD = request.states[layer][start : start + request.num_rows]
+            places.append(Place(batch_row=request.batch_row, rows_SD=rows_SD))
+        self._staging.send(addends, places)
 
-    def _judge(self, canary: Canary, ticket: Ticket, faults: list[str]) -> None:
+    def _judge(self, canary: Canary, request: _Request, faults: list[str]) -> None:
         """Lets the canary judge its prompt's states, and notes which tokens the LM head may choose after it."""
-        states = {layer: hidden_SD[: ticket.num_tokens] for layer, hidden_SD in self._states(ticket).items()}
+        states = {layer: hidden_SD[: request.num_rows] for layer, hidden_SD in request.states.items()}
         faults = faults + canary.judge(states, self._plan.dtype)
         if faults:
             raise RuntimeError("the canary's states are wrong: " + "; ".join(faults))
@@ -395,16 +419,3 @@ def find_decoder(model: "torch.nn.Module", num_layers: int) -> "torch.nn.Module"
             f"({list(found)}), one was wanted; use engine='transformers'"
         )
     return next(iter(found.values()))
-
-
-def map_memory(path: str | Path, *, register: bool) -> "torch.Tensor":
-    """Maps a shared-memory file as a flat uint8 tensor; `register` pins it for CUDA, so copies run at full speed."""
-    import torch
-
-    with open(path, "r+b") as file:
-        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-    if register:
-        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-        if int(status) != 0:
-            raise RuntimeError(f"cudaHostRegister of {memory.numel()} bytes at {path} failed: {status}")
-    return memory

@@ -11,8 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import Queue
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import psutil
 
 from hsray.layers import Layer
 from hsray.model import DTYPE_BYTES, ModelDescription
@@ -22,9 +26,23 @@ if TYPE_CHECKING:
 
 EngineName = Literal["sglang", "transformers"]
 
+#: Of `EngineOptions.requests_in_flight`.
+MAX_REQUESTS_IN_FLIGHT = 1024
+
 
 class CaptureError(RuntimeError):
     """A prompt's states could not be captured, or are not what they must be."""
+
+    prompt: int | None = None
+    """Which of the prompts given to `CaptureEngine.capture_all`, from 0; None where it is no one's."""
+
+    @classmethod
+    def of(cls, error: Exception, *, prompt: int) -> "CaptureError":
+        """Another error as one of ours, of its own kind if it is one, that says which prompt it struck."""
+        if not isinstance(error, CaptureError):
+            error = cls(f"{type(error).__name__}: {error}")
+        error.prompt = prompt
+        return error
 
 
 class EngineDied(CaptureError):
@@ -46,9 +64,18 @@ class EngineOptions:
     """Shards whose memory may be lent at one time: one being captured, the others being written."""
     tensor_parallel: int = 1
     """GPUs of one host that share the model."""
+    requests_in_flight: int = 1
+    """Prompts that an engine may be given at one time, which it then computes in one pass."""
+    prefill_tokens: int = 16_384
+    """Tokens at which such a pass takes no more prompts."""
     trust_remote_code: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for the engine itself, handed on as they are."""
+
+    @property
+    def shards_in_capture(self) -> int:
+        """Shards captured at one time: with several requests in flight the next one's follow without a gap."""
+        return 1 if self.requests_in_flight == 1 else 2
 
     @property
     def bytes_per_token(self) -> int:
@@ -82,6 +109,10 @@ class CaptureEngine(AbstractContextManager, ABC):
 
     name: str
     version: str
+    load_s: float = 0.0
+    """Of the start, loading the model."""
+    first_request_s: float = 0.0
+    """Of the start, the first request."""
 
     def __init__(self, options: EngineOptions, memories: "Sequence[torch.Tensor]"):
         """Args: options: what it was opened with; memories: one flat uint8 tensor for each buffer it can lend."""
@@ -110,20 +141,31 @@ class CaptureEngine(AbstractContextManager, ABC):
     def capture(self, input_ids: Sequence[int], *, into: ShardBuffer, at: int) -> None:
         """Runs one prompt and leaves its T rows of every layer at row `at` of `into`; complete on return.
 
-        Raises:
-            ValueError: the prompt is empty, too long, has an id outside the vocabulary, or does not fit at `at`.
-            CaptureError: the engine failed, or gave other rows than were asked for.
+        Raises as `capture_all` does.
         """
-        num_tokens, longest = len(input_ids), self.options.max_tokens
-        if not 0 < num_tokens <= longest:
-            raise ValueError(f"a prompt of {num_tokens} tokens; the engine was opened for 1..{longest}")
-        if min(input_ids) < 0 or max(input_ids) >= self.options.model.vocab_size:
-            raise ValueError(
-                f"token ids {min(input_ids)}..{max(input_ids)}; the vocabulary is 0..{self.options.model.vocab_size - 1}"
-            )
-        if not 0 <= at <= into.num_tokens - num_tokens:
-            raise ValueError(f"{num_tokens} tokens do not fit at row {at} of a shard of {into.num_tokens}")
-        self._run(input_ids, into, at)
+        self.capture_all([input_ids], into=into, at=at)
+
+    def capture_all(self, prompts: "Sequence[Sequence[int] | np.ndarray]", *, into: ShardBuffer, at: int = 0) -> None:
+        """Runs prompts and leaves their rows one after another from row `at` of `into`; complete on return.
+
+        `EngineOptions.requests_in_flight` of them may run at one time, and if that is more than one, several threads may
+        call this at one time.
+
+        Raises:
+            ValueError: a prompt is empty, too long, has an id outside the vocabulary, or does not fit; nothing ran.
+            CaptureError: the engine failed, or gave other rows than were asked for; `CaptureError.prompt` says for which.
+        """
+        arrays = [np.asarray(input_ids) for input_ids in prompts]
+        longest, vocab_size = self.options.max_tokens, self.options.model.vocab_size
+        for ids_T in arrays:
+            if not 0 < len(ids_T) <= longest:
+                raise ValueError(f"a prompt of {len(ids_T)} tokens; the engine was opened for 1..{longest}")
+            if ids_T.min() < 0 or ids_T.max() >= vocab_size:
+                raise ValueError(f"token ids {ids_T.min()}..{ids_T.max()}; the vocabulary is 0..{vocab_size - 1}")
+        rows = np.cumsum([at, *map(len, arrays)]).tolist()
+        if not 0 <= at <= rows[-1] <= into.num_tokens:
+            raise ValueError(f"{rows[-1] - at} tokens do not fit at row {at} of a shard of {into.num_tokens}")
+        self._run(arrays, rows[:-1], into)
 
     def capture_alone(self, input_ids: Sequence[int]) -> "dict[Layer, torch.Tensor]":
         """Runs one prompt and returns its states, layer -> [T, D], in memory of their own."""
@@ -135,8 +177,8 @@ class CaptureEngine(AbstractContextManager, ABC):
             buffer.release()
 
     @abstractmethod
-    def _run(self, input_ids: Sequence[int], into: ShardBuffer, at: int) -> None:
-        """What `capture` promises, for arguments already checked."""
+    def _run(self, prompts: Sequence[np.ndarray], rows: Sequence[int], into: ShardBuffer) -> None:
+        """What `capture_all` promises, for arguments already checked: int arrays [T], and each one's first row."""
 
     @abstractmethod
     def close(self) -> None:
@@ -161,9 +203,11 @@ def open_engine(name: EngineName, options: EngineOptions) -> CaptureEngine:
 
     Raises:
         ValueError: there is no engine of that name.
+        CaptureError: the machine has not the memory; the message says how much is there and how much is needed.
         ImportError: its extra is not installed; the message names it.
     """
     check_engine_args(name, options.engine_args)
+    check_memory(options)
     if name == "transformers":
         from hsray.engine_transformers import TransformersEngine
 
@@ -171,3 +215,25 @@ def open_engine(name: EngineName, options: EngineOptions) -> CaptureEngine:
     from hsray.engine_sglang import SGLangEngine
 
     return SGLangEngine(options)
+
+
+def check_memory(options: EngineOptions) -> None:
+    """Raises CaptureError where the machine, or the container, has less memory than the shards in flight take."""
+    shard_bytes = options.buffer_tokens * options.bytes_per_token
+    needed, available = options.num_buffers * shard_bytes, available_memory()
+    if needed > available:
+        raise CaptureError(
+            f"{options.num_buffers} shards in flight of {shard_bytes / 1e6:,.0f} MB take {needed / 1e6:,.0f} MB of memory; "
+            f"{available / 1e6:,.0f} MB are available: give smaller shard_bytes"
+        )
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: the machine's, or the container's (cgroup v2) if those are fewer."""
+    available = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:  # no such controller here
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - int(used)))

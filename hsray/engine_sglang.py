@@ -10,18 +10,20 @@ import atexit
 import functools
 import gc
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import count
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
-from hsray.capture import CapturePlan, ControlPage, Ticket, map_memory, run_scheduler
+from hsray.capture import CapturePlan, ControlPage, Ticket, run_scheduler
 from hsray.engine import CaptureEngine, CaptureError, EngineDied, EngineOptions, ShardBuffer
+from hsray.staging import map_memory
 
 #: What keeps a prefill whole, eager and one's own. Each of these, left to SGLang's choice in some supported version,
 #: loses rows, mixes prompts or captures a partial sum.
@@ -66,14 +68,27 @@ TOKEN_RESERVE = 64
 #: SGLang's cache must hold this many tokens even where prompts are short.
 MIN_PREFILL_TOKENS = 2048
 
+#: SGLang's cache is handed out in pages of at most this many tokens.
+PAGE_TOKENS = 64
+
+#: How often a request that has no answer yet makes sure that somebody is there to give one.
+LIVENESS_S = 1.0
+
+#: How long closing waits for SGLang's tasks.
+CLOSE_S = 10.0
+
 CANARY_TOKENS = 31
 
 
 class SGLangEngine(CaptureEngine):
-    """One SGLang engine, one request in flight.
+    """One SGLang engine; one request in flight, or as many as `EngineOptions.requests_in_flight` allows.
+
+    SGLang's event loop runs in a thread of its own, so several threads may capture at one time; what they ask for is
+    served in the order of their calls.
 
     ``engine_args`` are `sglang.ServerArgs` fields, for example ``attention_backend``; those in `SAFE_ARGS` cannot be
-    overridden. Under tensor parallelism each rank is a scheduler process of its own; rank 0 copies the states.
+    overridden. Under tensor parallelism each rank is a scheduler process of its own; rank 0 copies the states. SGLang
+    handles signals in a process's main thread only, so an engine is opened there.
 
     Raises:
         ValueError: an engine argument that would make the states wrong.
@@ -84,15 +99,11 @@ class SGLangEngine(CaptureEngine):
     name = "sglang"
 
     def __init__(self, options: EngineOptions):
-        check_engine_args(options.engine_args)
         self.version = version("sglang")
         self._sequence = count(1)
         self._sglang = None
-        with tempfile.TemporaryDirectory(prefix="hsray-", dir="/dev/shm") as folder:
-            # Both processes keep their mappings, so the names can go as soon as SGLang is up: a killed process
-            # leaves nothing behind.
-            num_bytes = options.buffer_tokens * options.bytes_per_token
-            paths = [_make_file(folder, f"buffer-{index}", num_bytes) for index in range(options.num_buffers)]
+        num_bytes = options.buffer_tokens * options.bytes_per_token
+        with _shared_memory([*[num_bytes] * options.num_buffers, ControlPage.NUM_BYTES]) as (*paths, control_path):
             plan = CapturePlan(
                 layers=options.layers,
                 num_layers=options.model.num_layers,
@@ -100,8 +111,8 @@ class SGLangEngine(CaptureEngine):
                 vocab_size=options.model.vocab_size,
                 dtype=options.model.dtype,
                 buffer_paths=tuple(paths),
-                control_path=_make_file(folder, "control", ControlPage.NUM_BYTES),
-                cpu_threads=None if _has_gpu() else max(1, (os.cpu_count() or 1) // options.tensor_parallel),
+                control_path=control_path,
+                cpu_threads=None if _has_gpu() else max(1, len(os.sched_getaffinity(0)) // options.tensor_parallel),
             )
             self._control = ControlPage(plan.control_path)
             super().__init__(options, [map_memory(path, register=False) for path in paths])
@@ -118,55 +129,91 @@ class SGLangEngine(CaptureEngine):
                 self._belongings.note()
                 if self._sglang is None:
                     self._belongings.end()
-        self._died = _watch_children(self._sglang)
+        self._places = asyncio.Semaphore(options.requests_in_flight)
+        threading.Thread(target=self._sglang.loop.run_forever, name="hsray-sglang", daemon=True).start()
+        started = time.monotonic()
         try:
             self._handshake()
         except BaseException:
             self.close()
             raise
+        self.load_s, self.first_request_s = self._control.description["load_s"], time.monotonic() - started
 
-    def _run(self, input_ids: Sequence[int], into: ShardBuffer, at: int) -> None:
+    @property
+    def passes(self) -> int:
+        """Forward passes so far, the canary's included; each took one prompt or more."""
+        return self._control.passes
+
+    def _run(self, prompts: Sequence[np.ndarray], rows: Sequence[int], into: ShardBuffer) -> None:
         if self._sglang is None:
             raise EngineDied("this SGLang engine is closed")
-        ticket = Ticket(
+        tickets = [self._ticket(into, row=row, num_tokens=len(ids_T)) for ids_T, row in zip(prompts, rows, strict=True)]
+        self._finish(self._run_all(tickets, prompts))
+
+    def _ticket(self, buffer: ShardBuffer, *, row: int, num_tokens: int) -> Ticket:
+        return Ticket(
             sequence=next(self._sequence),
-            buffer=into.index,
-            shard_tokens=into.num_tokens,
-            row=at,
-            num_tokens=len(input_ids),
+            buffer=buffer.index,
+            shard_tokens=buffer.num_tokens,
+            row=row,
+            num_tokens=num_tokens,
         )
-        self._generate(ticket, input_ids, max_new_tokens=0)
 
-    def _generate(self, ticket: Ticket, input_ids: Sequence[int], *, max_new_tokens: int) -> list[int]:
-        reply = self._sglang.loop.run_until_complete(self._request(ticket, list(input_ids), max_new_tokens))
-        self._check(ticket)
-        return reply["output_ids"]
+    def _finish(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Runs `work` on SGLang's event loop, to its end."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._sglang.loop).result()
+        except CaptureError:
+            raise
+        except BaseException:
+            # Interrupted: the scheduler may go on to write into memory that the caller gives back.
+            self.close()
+            raise
 
-    async def _request(self, ticket: Ticket, input_ids: list[int], max_new_tokens: int) -> dict[str, Any]:
-        """SGLang's reply to one request; max_new_tokens=0 makes it a prefill and nothing else."""
+    async def _run_all(self, tickets: Sequence[Ticket], prompts: Sequence[np.ndarray]) -> None:
+        """Runs prompts as places in flight come free; a failure is raised once none of them is running any more."""
+        failures: dict[int, Exception] = {}
+
+        async def run(index: int) -> None:
+            async with self._places:
+                if failures:
+                    return
+                try:
+                    await self._request(tickets[index], prompts[index], max_new_tokens=0)
+                except Exception as error:  # raised below, with the prompt's number
+                    failures[index] = error
+
+        await asyncio.gather(*map(run, range(len(tickets))))
+        if failures:
+            first = min(failures)
+            raise CaptureError.of(failures[first], prompt=first) from failures[first]
+
+    async def _request(self, ticket: Ticket, input_ids: np.ndarray, *, max_new_tokens: int) -> list[int]:
+        """Runs one prompt and checks that its rows are in place; the tokens chosen after it.
+
+        max_new_tokens=0 makes it a prefill and nothing else.
+        """
         sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
         request = asyncio.ensure_future(
-            self._sglang.async_generate(input_ids=input_ids, sampling_params=sampling, rid=ticket.rid())
+            self._sglang.async_generate(input_ids=input_ids.tolist(), sampling_params=sampling, rid=ticket.rid())
         )
-        done, _ = await asyncio.wait({request, self._died}, return_when=asyncio.FIRST_COMPLETED)
-        if request not in done:
-            request.cancel()
-            words = self._control.error or "its log says why; a kill by the kernel (memory) leaves no words"
-            raise EngineDied(f"SGLang's scheduler process died during a prompt of {ticket.num_tokens} tokens: {words}")
+        while not (await asyncio.wait({request}, timeout=LIVENESS_S))[0]:
+            if not self._belongings.alive():
+                request.cancel()
+                words = self._control.error or "its log says why; a kill by the kernel (memory) leaves no words"
+                raise EngineDied(
+                    f"SGLang's scheduler process died during a prompt of {ticket.num_tokens} tokens: {words}"
+                )
         reply = await request
-        reason = reply["meta_info"].get("finish_reason") or {}
+        num_rows, reason = self._control.rows(ticket.sequence), reply["meta_info"].get("finish_reason") or {}
+        if num_rows == ticket.num_tokens and reason.get("type") != "abort":
+            return reply["output_ids"]
+        error = self._control.take_error()
+        if error:
+            raise CaptureError(f"a prompt of {ticket.num_tokens} tokens was not captured: {error}")
         if reason.get("type") == "abort":
             raise CaptureError(f"SGLang refused a prompt of {ticket.num_tokens} tokens: {reason.get('message')}")
-        return reply
-
-    def _check(self, ticket: Ticket) -> None:
-        error = self._control.error
-        if error:
-            self._control.clear_error()
-            raise CaptureError(f"a prompt of {ticket.num_tokens} tokens was not captured: {error}")
-        num_rows = self._control.rows(ticket.sequence)
-        if num_rows != ticket.num_tokens:
-            raise CaptureError(f"SGLang computed {num_rows} rows of a prompt of {ticket.num_tokens} tokens")
+        raise CaptureError(f"SGLang computed {num_rows} rows of a prompt of {ticket.num_tokens} tokens")
 
     def _handshake(self) -> None:
         """Runs the canary: every layer must be written and be what `hsray.canary` sees, by other ways, in the model."""
@@ -177,15 +224,15 @@ class SGLangEngine(CaptureEngine):
         chunk_tokens = self.options.engine_args.get("chunked_prefill_size", CANARY_TOKENS)  # it is judged in one pass
         num_tokens = min(CANARY_TOKENS, self.options.max_tokens, self.options.buffer_tokens, chunk_tokens)
         vocab_size = self.options.model.vocab_size
-        input_ids = [(7 * index + 3) % vocab_size for index in range(num_tokens)]
-        ticket = Ticket(sequence=next(self._sequence), buffer=0, shard_tokens=num_tokens, row=0, num_tokens=num_tokens)
+        input_ids = (7 * np.arange(num_tokens) + 3) % vocab_size
         buffer = self.buffer(num_tokens)
         for hidden_TD in buffer.states.values():
             hidden_TD.fill_(torch.nan)
+        ticket = self._ticket(buffer, row=0, num_tokens=num_tokens)
         buffer.release()
         advice = "use engine='transformers' for this model"
         try:
-            chosen = self._generate(ticket, input_ids, max_new_tokens=1)[0]
+            chosen = self._finish(self._request(ticket, input_ids, max_new_tokens=1))[0]
         except CaptureError as error:
             words = f"SGLang {self.version} on {self.options.model.architecture}: {error}; {advice}"
             raise type(error)(words) from error
@@ -206,6 +253,8 @@ class SGLangEngine(CaptureEngine):
         watchdog = getattr(sglang.tokenizer_manager, "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()
+        asyncio.run_coroutine_threadsafe(_cancel_all(), sglang.loop).result(timeout=CLOSE_S)
+        sglang.loop.call_soon_threadsafe(sglang.loop.stop)
         self._belongings.end()
 
 
@@ -230,22 +279,26 @@ def check_engine_args(engine_args: Mapping[str, Any]) -> None:
 def engine_arguments(options: EngineOptions) -> dict[str, Any]:
     """The `sglang.ServerArgs` fields that an engine is started with; the same with and without the capture."""
     num_tokens = options.max_tokens + TOKEN_RESERVE
-    prefill_tokens = max(num_tokens, MIN_PREFILL_TOKENS)
+    longest_pass = prefill_tokens = max(num_tokens, MIN_PREFILL_TOKENS)
+    if options.requests_in_flight > 1:
+        # A pass takes prompts until it has `prefill_tokens`, the last one whole.
+        prefill_tokens = options.prefill_tokens
+        longest_pass += prefill_tokens
     return {
         "model_path": options.model.model,
         "dtype": options.model.dtype,
         "trust_remote_code": options.trust_remote_code,
         "context_length": num_tokens,
-        "max_total_tokens": prefill_tokens,
+        "max_total_tokens": longest_pass + options.requests_in_flight * PAGE_TOKENS,
         "max_prefill_tokens": prefill_tokens,
-        # Chunks as long as the longest prompt, so nothing is ever cut. Switched off altogether (-1), 0.5.16 attends to
+        # Chunks as long as the longest pass, so nothing is ever cut. Switched off altogether (-1), 0.5.16 attends to
         # later tokens in Gemma 3, whose layers it takes for an encoder's when it sees neither chunks nor graphs.
-        "chunked_prefill_size": prefill_tokens,
+        "chunked_prefill_size": longest_pass,
         "tp_size": options.tensor_parallel,
         "random_seed": 0,
         "log_level": "error",
         "custom_sigquit_handler": _ignore_sigquit,
-        **(_cpu_args() if not _has_gpu() else {}),
+        **(_cpu_args(options) if not _has_gpu() else {}),
         **options.engine_args,
         **SAFE_ARGS,
     }
@@ -261,7 +314,12 @@ def _start(plan: CapturePlan, options: EngineOptions) -> Any:
     class CapturingEngine(Engine):
         run_scheduler_process_func = staticmethod(functools.partial(run_scheduler, plan))
 
-    return CapturingEngine(**engine_arguments(options))
+    # SGLang takes the thread's event loop: each engine gets one of its own, which its thread then runs.
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    try:
+        return CapturingEngine(**engine_arguments(options))
+    finally:
+        asyncio.set_event_loop(None)
 
 
 def _cores_of_ranks(num_ranks: int) -> str:
@@ -275,41 +333,31 @@ def _cores_of_ranks(num_ranks: int) -> str:
     return "|".join(",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(num_ranks))
 
 
-def _cpu_args() -> dict[str, Any]:
+def _cpu_args(options: EngineOptions) -> dict[str, Any]:
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "mem_fraction_static": 0.2,
         "sleep_on_idle": True,  # an idle scheduler would spin on a core that other work needs
-        "max_running_requests": 16,
+        "max_running_requests": max(16, options.requests_in_flight),
     }
 
 
 def _ignore_sigquit(_signum: int, _frame: Any) -> None:
-    """Stands in for SGLang's handler during its start, which would kill this process; the start raises by itself."""
+    """Stands in for SGLang's handler of what a dying child sends, which would kill this process and all its children.
 
-
-def _watch_children(sglang: Any) -> "asyncio.Future[None]":
-    """A future that is done once SGLang says that a child died (SIGQUIT from the child or from its watchdog).
-
-    SGLang's own handler kills this process and all its children, so a Ray actor would vanish without a word.
+    A Ray actor would vanish without a word. A start that fails raises by itself, and later `SGLangEngine` looks.
     """
-    died = sglang.loop.create_future()
 
-    class Handler:
-        def __init__(self, manager: Any):
-            self._manager = manager
 
-        def sigterm_handler(self, *_: Any) -> None:
-            self._manager.gracefully_exit = True
-
-        def running_phase_sigquit_handler(self, *_: Any) -> None:
-            if not died.done():
-                died.set_result(None)
-
-    sglang.tokenizer_manager.signal_handler_class = Handler
-    return died
+async def _cancel_all() -> None:
+    """Ends every other task of the running loop, which would otherwise complain that its loop went away."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=LIVENESS_S)
 
 
 class _Belongings:
@@ -317,12 +365,18 @@ class _Belongings:
 
     def __init__(self) -> None:
         self._processes, self._contexts = _child_processes(), _zmq_contexts()
+        self._children = set(psutil.Process().children())
 
     def note(self) -> None:
         """Keeps what was started since."""
         self._processes = _child_processes() - self._processes
+        self._children = self._processes & set(psutil.Process().children())
         contexts = _zmq_contexts()
         self._contexts = {key: contexts[key] for key in contexts.keys() - self._contexts.keys()}
+
+    def alive(self) -> bool:
+        """Whether every process that SGLang started here still runs; what those started comes and goes."""
+        return all(_runs(process) for process in self._children)
 
     def end(self) -> None:
         """Kills the processes, and drops messages to them, for which ZeroMQ would wait at exit."""
@@ -345,6 +399,13 @@ def _child_processes() -> set[psutil.Process]:
     return found
 
 
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _zmq_contexts() -> dict[int, Any]:
     import zmq
 
@@ -353,17 +414,22 @@ def _zmq_contexts() -> dict[int, Any]:
     return {id(context): context for context in contexts if not context.closed}
 
 
-def _make_file(folder: str, name: str, num_bytes: int) -> str:
-    path = Path(folder) / name
-    with path.open("wb") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))  # a write past what fits would be a SIGBUS
-        except OSError as error:
-            raise CaptureError(
-                f"{folder} has no room for {num_bytes} bytes of shared memory ({error.strerror}); give smaller "
-                "shard_bytes, or the machine or container more /dev/shm (docker run --shm-size)"
-            ) from error
-    return str(path)
+@contextmanager
+def _shared_memory(sizes: Sequence[int]) -> Iterator[list[str]]:
+    """Pieces of memory of so many bytes, as paths that child processes can map while the block lasts.
+
+    They have no name in any filesystem, so they are gone with their last mapping, however a process ends, and a
+    container's small /dev/shm does not bound them.
+    """
+    descriptors: list[int] = []
+    try:
+        for num_bytes in sizes:
+            descriptors.append(os.memfd_create("hsray"))
+            os.posix_fallocate(descriptors[-1], 0, max(num_bytes, 1))  # a write past what fits would be a SIGBUS
+        yield [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in descriptors]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _has_gpu() -> bool:

@@ -4,9 +4,12 @@ Shapes: T tokens of a prompt, D hidden size.
 """
 
 import functools
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hsray.engine import CaptureEngine, CaptureError, EngineOptions, ShardBuffer
 
@@ -32,6 +35,7 @@ class TransformersEngine(CaptureEngine):
         import torch
         import transformers
 
+        started = time.monotonic()
         engine_args = dict(options.engine_args)
         device = engine_args.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
         self.version = version("transformers")
@@ -54,11 +58,19 @@ class TransformersEngine(CaptureEngine):
         pin = torch.device(device).type == "cuda"
         memories = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(options.num_buffers)]
         super().__init__(options, memories)
+        self.load_s = time.monotonic() - started
 
-    def _run(self, input_ids: Sequence[int], into: ShardBuffer, at: int) -> None:
+    def _run(self, prompts: Sequence[np.ndarray], rows: Sequence[int], into: ShardBuffer) -> None:
+        for index, (ids_T, row) in enumerate(zip(prompts, rows, strict=True)):
+            try:
+                self._run_one(ids_T, into, row)
+            except Exception as error:
+                raise CaptureError.of(error, prompt=index) from error
+
+    def _run_one(self, input_ids: np.ndarray, into: ShardBuffer, at: int) -> None:
         import torch
 
-        ids_1T = torch.tensor([list(input_ids)], device=self._model.device)
+        ids_1T = torch.tensor(input_ids[None], dtype=torch.int64, device=self._model.device)
         with torch.inference_mode():
             output = self._decoder(input_ids=ids_1T, output_hidden_states=True, use_cache=False)
         num_layers = self.options.model.num_layers

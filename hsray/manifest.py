@@ -31,7 +31,10 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What makes a dataset this one. Two builds with equal identities make the same files."""
+    """What makes a dataset this one. Two builds with equal identities make the same files.
+
+    (But for the last bits where several requests are in flight: which of them share a pass is a matter of timing.)
+    """
 
     model: str
     config_digest: str
@@ -44,7 +47,10 @@ class Identity:
     engine: str
     engine_args: Mapping[str, Any]
     tensor_parallel: int
+    requests_in_flight: int
+    prefill_tokens: int
     shard_bytes: int
+    compression: str
     max_tokens: int
     too_long: str
     prompts_digest: str | None

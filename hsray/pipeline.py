@@ -13,14 +13,14 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
 import hsray
-from hsray.engine import EngineDied, EngineName, EngineOptions, check_engine_args
+from hsray.engine import MAX_REQUESTS_IN_FLIGHT, EngineDied, EngineName, EngineOptions, check_engine_args
 from hsray.layers import LayersSpec, resolve_layers
 from hsray.manifest import NAME as MANIFEST_NAME
 from hsray.manifest import (
@@ -41,7 +41,7 @@ from hsray.plan import DROPPED_NAME, PlanFile, PlanOptions, digest_rows, read_pl
 from hsray.prompts import PromptOptions, read_rows, tokenize_rows
 from hsray.prompts import digest_rows as digest_dataset
 from hsray.report import BuildReport, Receipt
-from hsray.shard import shard_schema
+from hsray.shard import codec, shard_schema
 from hsray.store import Store
 from hsray.worker import CaptureJob, CaptureWorker
 
@@ -50,8 +50,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Shards in one Ray task. An actor's engine idles between tasks while the last shard of one is written.
-SHARDS_PER_TASK = 4
+#: Shards that an actor writes at one time, while it captures another: one core writes about 1 GB/s, and a GPU's engine
+#: may make more. Without a GPU the cores are the engine's, and it makes less.
+GPU_WRITERS, CPU_WRITERS = 2, 1
 
 #: How often an actor that dies is started again, and its tasks with it; Ray Data itself would do so for ever.
 RETRIES = 2
@@ -70,10 +71,13 @@ def build(
     engine_args: Mapping[str, Any] | None = None,
     tensor_parallel: int = 1,
     engines: int | None = None,
+    requests_in_flight: int = 1,
+    prefill_tokens: int = 16_384,
     dtype: str = "auto",
     max_tokens: int | None = None,
     too_long: Literal["error", "drop"] = "error",
     shard_bytes: int = 256 << 20,
+    compression: str = "none",
     storage_options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
@@ -92,11 +96,17 @@ def build(
         engine_args: Arguments for the engine itself, such as ``{"attention_backend": "triton"}`` for SGLang.
         tensor_parallel: GPUs of one node that share the model in each engine.
         engines: Engine actors; by default as many as the cluster's GPUs allow, and one where there is none.
+        requests_in_flight: Prompts that an engine is given at one time, to compute in one pass. One keeps every number
+            reproducible to the last bit; more pays where prompts are short, below about 2,000 tokens on a GPU, and best
+            with shards of several passes.
+        prefill_tokens: Tokens at which such a pass takes no more prompts.
         dtype: What the engine computes in and the states are stored in: ``"auto"`` (the checkpoint's),
             ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         max_tokens: The longest prompt allowed; by default the model's context.
         too_long: What to do about a longer one: ``"error"``, or ``"drop"`` (counted, listed in ``dropped.parquet``).
-        shard_bytes: States in one shard, about.
+        shard_bytes: States in one shard, about; an engine's host holds up to three of them (four with several requests
+            in flight).
+        compression: Of the shards: ``"none"``, or ``"zstd:1"`` (any level up to 22).
         storage_options: For the filesystem of `dataset` and `out`; never stored.
         trust_remote_code: Lets the model's own code run.
         progress: Shows a progress bar.
@@ -110,9 +120,15 @@ def build(
     if too_long not in ("error", "drop"):
         raise ValueError(f"too_long={too_long!r}; wanted 'error' or 'drop'")
     check_engine_args(engine, engine_args or {})
+    codec(compression)
+    requests_in_flight = _count("requests_in_flight", requests_in_flight)
+    prefill_tokens = _count("prefill_tokens", prefill_tokens)
+    if requests_in_flight > MAX_REQUESTS_IN_FLIGHT:
+        raise ValueError(f"requests_in_flight={requests_in_flight}; give 1 up to {MAX_REQUESTS_IN_FLIGHT}")
     engines, tensor_parallel = _count("engines", engines), _count("tensor_parallel", tensor_parallel)
-    if engine == "transformers" and tensor_parallel != 1:
-        raise ValueError("engine='transformers' runs on one GPU; leave tensor_parallel out, or use engine='sglang'")
+    for name, value in (("tensor_parallel", tensor_parallel), ("requests_in_flight", requests_in_flight)):
+        if engine == "transformers" and value != 1:
+            raise ValueError(f"{name}={value} is for engine='sglang'; engine='transformers' takes one GPU, one prompt")
     shard_bytes = _count("shard_bytes", shard_bytes)
     description = describe_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
     max_tokens = _count("max_tokens", max_tokens) or description.max_tokens
@@ -130,7 +146,10 @@ def build(
         engine=engine,
         engine_args=dict(engine_args or {}),
         tensor_parallel=tensor_parallel,
+        requests_in_flight=requests_in_flight,
+        prefill_tokens=prefill_tokens,
         shard_bytes=shard_bytes,
+        compression=compression,
         max_tokens=max_tokens,
         too_long=too_long,
         prompts_digest=None,
@@ -151,8 +170,9 @@ def build(
         report = _report(manifest, store)
         report.plan_s = planned - started
         if pending:
-            job = _capture_job(manifest, description, store, storage_options, trust_remote_code)
-            _capture(job, manifest, pending, engines, report, progress)
+            pool = _Pool.of(manifest, engines, num_pending=len(pending))
+            job = _capture_job(manifest, description, store, storage_options, trust_remote_code, pool.writers_each)
+            _capture(job, manifest, pending, pool, report, progress)
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
     manifest = complete(manifest, store) if manifest.state != "complete" else manifest
@@ -261,6 +281,7 @@ def _capture_job(
     store: Store,
     storage_options: Mapping[str, Any] | None,
     trust_remote_code: bool,
+    num_writers: int,
 ) -> CaptureJob:
     identity, plan = manifest.identity, manifest.plan
     about = {
@@ -272,59 +293,95 @@ def _capture_job(
         "version": hsray.__version__,
         "engine": identity.engine,
     }
+    options = EngineOptions(
+        model=model,
+        layers=identity.layers,
+        max_tokens=plan.longest_prompt,
+        buffer_tokens=max(plan.shard_tokens),
+        tensor_parallel=identity.tensor_parallel,
+        requests_in_flight=identity.requests_in_flight,
+        prefill_tokens=identity.prefill_tokens,
+        trust_remote_code=trust_remote_code,
+        engine_args=identity.engine_args,
+    )
     return CaptureJob(
         engine=identity.engine,
-        options=EngineOptions(
-            model=model,
-            layers=identity.layers,
-            max_tokens=plan.longest_prompt,
-            buffer_tokens=max(plan.shard_tokens),
-            tensor_parallel=identity.tensor_parallel,
-            trust_remote_code=trust_remote_code,
-            engine_args=identity.engine_args,
-        ),
+        options=replace(options, num_buffers=options.shards_in_capture + num_writers),
         out=store.url,
         storage_options=storage_options,
         schema=shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.dtype, metadata=about),
+        compression=identity.compression,
         identity_digest=identity.digest,
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pool:
+    """The engine actors, as the cluster allows."""
+
+    engines: int
+    gpus_each: int
+    cpus_each: int
+    writers_each: int
+
+    @classmethod
+    def of(cls, manifest: Manifest, engines: int | None, *, num_pending: int) -> "_Pool":
+        """As many actors as were asked for or the GPUs allow, and no more than there are shards for."""
+        import ray
+
+        resources = ray.cluster_resources()
+        num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
+        gpus_each = manifest.identity.tensor_parallel if num_gpus else 0
+        if engines is None:
+            engines = max(1, num_gpus // gpus_each) if gpus_each else 1
+        engines = min(engines, num_pending)
+        writers_each = GPU_WRITERS if num_gpus else CPU_WRITERS
+        return cls(
+            engines=engines,
+            gpus_each=gpus_each,
+            cpus_each=max(1, min(writers_each, num_cpus // engines)),
+            writers_each=writers_each,
+        )
+
+
 def _capture(
-    job: CaptureJob, manifest: Manifest, pending: list[int], engines: int | None, report: BuildReport, progress: bool
+    job: CaptureJob, manifest: Manifest, pending: list[int], pool: _Pool, report: BuildReport, progress: bool
 ) -> None:
-    """Streams the pending shards to the engine actors and gathers their receipts."""
-    import ray
+    """Streams the pending shards to the engine actors, one a task, and gathers their receipts."""
     import ray.data
     from ray.util.annotations import RayDeprecationWarning
     from tqdm import tqdm
 
     files = _pending_files(manifest.plan.files, pending)
-    gpus_each = job.options.tensor_parallel if ray.cluster_resources().get("GPU") else 0
-    if engines is None:
-        engines = max(1, int(ray.cluster_resources().get("GPU", 0)) // gpus_each) if gpus_each else 1
     names: list[str] = []
+    tasks_each = job.options.num_buffers + 1  # some capture, others write, and one more stands ready for the engine
     with warnings.catch_warnings():
         # Ray Data 2.60 has no other way yet to bound an actor's restarts and to name it.
         warnings.simplefilter("ignore", RayDeprecationWarning)
         receipts = (
             ray.data.from_items(files, override_num_blocks=len(files))
-            .map_batches(_read_plan, fn_kwargs={"job": job}, batch_size=1, batch_format="pyarrow")
-            # Not strict, Ray would fuse the three stages.
-            .repartition(target_num_rows_per_block=SHARDS_PER_TASK, strict=True)
+            # It takes next to nothing, and the engines may hold every core.
+            .map_batches(_read_plan, fn_kwargs={"job": job}, batch_size=1, batch_format="pyarrow", num_cpus=0)
             .map_batches(
                 CaptureWorker,
                 fn_constructor_args=(job,),
-                batch_size=SHARDS_PER_TASK,
+                batch_size=1,
                 batch_format="pyarrow",
-                num_cpus=1,
-                num_gpus=gpus_each,
+                num_cpus=pool.cpus_each,
+                num_gpus=pool.gpus_each,
                 max_restarts=RETRIES,
                 max_task_retries=RETRIES,
                 ray_remote_args_fn=lambda: names.append(f"hsray-{uuid.uuid4().hex}") or {"name": names[-1]},
-                compute=ray.data.ActorPoolStrategy(size=min(engines, len(pending)), max_tasks_in_flight_per_actor=2),
+                compute=ray.data.ActorPoolStrategy(
+                    size=pool.engines,
+                    max_concurrent_calls_per_actor=tasks_each,
+                    enable_true_multi_threading=True,
+                    max_tasks_in_flight_per_actor=tasks_each + 2,
+                ),
             )
         )
+    receipts.context.target_max_block_size = 1  # a block for each row: one shard a task, and its receipt at once
+    receipts.context.execution_options.preserve_order = False
     num_tokens = sum(manifest.plan.shard_tokens[shard] for shard in pending)
     with (
         _killed_on_error(names),
@@ -367,13 +424,13 @@ def _pending_files(files: Sequence[PlanFile], pending: list[int]) -> list[dict[s
 
 
 def _read_plan(batch: pa.Table, *, job: CaptureJob) -> Iterator[pa.Table]:
-    """The pending rows of a plan file, a task's worth at a time."""
+    """The pending rows of a plan file, one by one."""
     store = Store(job.out, job.storage_options)
     for row in batch.to_pylist():
         file = PlanFile(**{item.name: row[item.name] for item in fields(PlanFile)})
-        plan = read_plan_file(store, file).take([shard - file.first_shard for shard in row["shards"]])
-        for start in range(0, len(plan), SHARDS_PER_TASK):
-            yield plan.slice(start, SHARDS_PER_TASK)
+        plan = read_plan_file(store, file)
+        for shard in row["shards"]:
+            yield plan.slice(shard - file.first_shard, 1)
 
 
 def _report(manifest: Manifest, store: Store) -> BuildReport:

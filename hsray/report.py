@@ -13,21 +13,33 @@ class Receipt:
     shard: int
     prompts: int
     tokens: int
-    nbytes: int
-    """Of the file; 0 if it was there already."""
-    captured: bool
-    """False if the shard was there already, so that nothing was computed."""
     engine_start_s: float
-    """How long the actor's engine took to start."""
+    """How long the actor's engine took to start, of which"""
+    load_s: float
+    """loading the model, and"""
+    first_request_s: float
+    """its first request."""
     started_at: float
     """Unix time at which the shard's capture began."""
     published_at: float
     """Unix time at which the shard was published."""
-    wait_s: float
-    """Waiting for the writer to give memory back."""
-    capture_s: float
-    write_s: float
-    """Checking, writing and publishing, on the writer thread."""
+    captured: bool = False
+    """False if the shard was there already, so that nothing was computed."""
+    nbytes: int = 0
+    """Of the file; 0 if it was there already."""
+    wait_s: float = 0.0
+    """The engine's, for a writer to give memory back."""
+    capture_s: float = 0.0
+    check_s: float = 0.0
+    """Beside the capture of other shards, as are the next two: looking for numbers that are not finite."""
+    write_s: float = 0.0
+    """Making the Parquet file."""
+    publish_s: float = 0.0
+    """Synchronising or sending it."""
+
+
+#: What an engine does, and what its writers do beside it: the parts of a shard's time, each a `Receipt`'s ``.._s``.
+ENGINE_PARTS, WRITER_PARTS = ("capture", "wait"), ("check", "write", "publish")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,24 +62,30 @@ class BuildReport:
     plan_s: float = 0.0
     """Reading and tokenising the prompts, or comparing them with the plan."""
     engine_start_s: float = 0.0
-    """Of the slowest engine."""
+    """Of the slowest engine, of which"""
+    load_s: float = 0.0
+    """loading the model, and"""
+    first_request_s: float = 0.0
+    """its first request."""
     first_started_at: float = float("inf")
     """Unix time at which the first new shard's capture began."""
     last_published_at: float = float("-inf")
     """Unix time at which the last new shard was published."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Summed over engines: capture, wait (for the writer), write (beside capture)."""
+    """Of `ENGINE_PARTS` and `WRITER_PARTS`, summed over engines."""
 
     def add(self, receipt: Receipt) -> None:
         """Counts one more shard."""
         self.nbytes += receipt.nbytes
-        self.engine_start_s = max(self.engine_start_s, receipt.engine_start_s)
+        if receipt.engine_start_s > self.engine_start_s:
+            self.engine_start_s = receipt.engine_start_s
+            self.load_s, self.first_request_s = receipt.load_s, receipt.first_request_s
         self.first_started_at = min(self.first_started_at, receipt.started_at)
         self.last_published_at = max(self.last_published_at, receipt.published_at)
         if receipt.captured:
             self.new_shards += 1
             self.new_tokens += receipt.tokens
-        for name in ("capture", "wait", "write"):
+        for name in (*ENGINE_PARTS, *WRITER_PARTS):
             self.seconds[name] = self.seconds.get(name, 0.0) + getattr(receipt, f"{name}_s")
 
     @property
@@ -99,8 +117,13 @@ class BuildReport:
         }
         parts["other"] = max(0.0, self.elapsed_s - sum(parts.values()))
         lines.append(f"{self.elapsed_s:.1f} s: " + _shares(parts, self.elapsed_s))
-        busy = sum(self.seconds.values()) - self.seconds.get("write", 0.0)
-        lines.append(f"of the engines' {busy:.1f} s: " + _shares(self.seconds, busy) + " (writing runs beside capture)")
+        lines.append(
+            f"the slowest engine's start: {self.engine_start_s:.1f} s, of which loading the model {self.load_s:.1f} s, "
+            f"the first request {self.first_request_s:.1f} s"
+        )
+        for who, names in (("engines", ENGINE_PARTS), ("writers, beside them,", WRITER_PARTS)):
+            seconds = {name: self.seconds[name] for name in names}
+            lines.append(f"{who} {sum(seconds.values()):.1f} s: " + _shares(seconds, sum(seconds.values())))
         return "\n".join(lines)
 
 

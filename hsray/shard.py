@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 #: Short prompts share a row group up to this; a longer prompt has one alone, so that reading a prompt reads its own.
 ROW_GROUP_BYTES = 16 << 20
 
+MAX_ZSTD_LEVEL = 22
+
 
 class ShardError(ValueError):
     """A shard's content is not what it must be."""
@@ -39,17 +41,39 @@ class ShardError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPrompts:
-    """The prompts of one shard, as the plan lists them."""
+    """The prompts of one shard, as the plan lists them; one value of each array is one prompt."""
 
     shard: int
-    prompt_ids: Sequence[str]
-    input_ids: Sequence[Sequence[int]]
-    loss_masks: Sequence[Sequence[bool]]
+    prompt_ids: pa.StringArray
+    input_ids: pa.ListArray
+    """Of int32."""
+    loss_masks: pa.ListArray
+    """Of bool."""
+
+    @classmethod
+    def from_plan(cls, plan: pa.Table, row: int) -> "ShardPrompts":
+        """One row of a plan (`hsray.plan.PLAN_SCHEMA`), without a copy."""
+        return cls(
+            shard=plan["shard"][row].as_py(),
+            prompt_ids=plan["prompt_id"][row].values,
+            input_ids=plan["input_ids"][row].values,
+            loss_masks=plan["loss_mask"][row].values,
+        )
 
     @property
-    def lengths(self) -> list[int]:
-        """Tokens of each prompt."""
-        return [len(ids) for ids in self.input_ids]
+    def ends(self) -> np.ndarray:
+        """The row after each prompt's last, and 0 before the first: int64 [prompts + 1]."""
+        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each prompt, int32."""
+        return self.input_ids.value_lengths().to_numpy()
+
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        """Each prompt's token ids, int32 [T]: views."""
+        return np.split(self.input_ids.flatten().to_numpy(), self.ends[1:-1])
 
 
 def shard_schema(
@@ -75,14 +99,8 @@ def shard_table(prompts: ShardPrompts, states: "Mapping[Layer, torch.Tensor]", s
     Raises:
         ShardError: a layer's shape is not [S, D], or a number is not finite; it names the prompt.
     """
-    lengths = prompts.lengths
-    ends = np.cumsum([0, *lengths])
-    columns = [
-        pa.array(prompts.prompt_ids, pa.string()),
-        pa.array(lengths, pa.int32()),
-        pa.array(prompts.input_ids, pa.list_(pa.int32())),
-        pa.array(prompts.loss_masks, pa.list_(pa.bool_())),
-    ]
+    ends = prompts.ends
+    columns = [prompts.prompt_ids, pa.array(prompts.lengths), prompts.input_ids, prompts.loss_masks]
     for layer, name in layer_columns(schema).items():
         hidden_SD, field = states[layer], schema.field(name)
         check_states(hidden_SD, layer, prompts, ends)
@@ -95,7 +113,7 @@ def shard_table(prompts: ShardPrompts, states: "Mapping[Layer, torch.Tensor]", s
         row_bytes = hidden_SD.shape[1] * hidden_SD.element_size()
         offsets = pa.py_buffer((ends * row_bytes).astype(np.int64))
         values = pa.py_buffer(_bytes_of(hidden_SD))
-        columns.append(pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), [None, offsets, values]))
+        columns.append(pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(ends) - 1, [None, offsets, values]))
     return pa.table(columns, schema=schema)
 
 
@@ -110,7 +128,7 @@ def check_states(hidden_SD: "torch.Tensor", layer: Layer, prompts: ShardPrompts,
     if all_finite(hidden_SD):
         return
     bad = (~torch.isfinite(hidden_SD)).any(dim=1).nonzero()[:, 0].tolist()
-    named = sorted({prompts.prompt_ids[int(np.searchsorted(ends, row, side="right")) - 1] for row in bad})
+    named = sorted({prompts.prompt_ids[int(np.searchsorted(ends, row, side="right")) - 1].as_py() for row in bad})
     raise ShardError(
         f"layer {layer!r} of shard {prompts.shard} has NaN or infinite numbers in {len(bad)} rows of the prompts "
         f"{', '.join(map(repr, named[:8]))}; the model overflows in this dtype: try dtype='bfloat16' or 'float32'"
@@ -130,12 +148,17 @@ def all_finite(tensor: "torch.Tensor") -> bool:
     return not len(signed) or bool(signed.max() < infinity and unsigned.max() < infinity + (1 << (bits - 1)))
 
 
-def write_table(table: pa.Table, sink: IO[bytes]) -> None:
-    """Writes a shard's table as a Parquet file: uncompressed, one row group a prompt or up to `ROW_GROUP_BYTES`."""
+def write_table(table: pa.Table, sink: IO[bytes], *, compression: str = "none") -> None:
+    """Writes a shard's table as a Parquet file: one row group a prompt or up to `ROW_GROUP_BYTES`.
+
+    `compression` is ``"none"`` or ``"zstd:LEVEL"``, see `codec`.
+    """
+    name, level = codec(compression)
     writer = pq.ParquetWriter(
         sink,
         table.schema,
-        compression="none",
+        compression=name,
+        compression_level=level,
         # A page of several values may not pass 2 GiB; states neither repeat nor sort.
         write_batch_size=1,
         use_dictionary=False,
@@ -144,6 +167,20 @@ def write_table(table: pa.Table, sink: IO[bytes]) -> None:
     with writer:
         for start, stop in row_groups(table):
             writer.write_table(table.slice(start, stop - start), row_group_size=stop - start)
+
+
+def codec(compression: str) -> tuple[str, int | None]:
+    """Parquet's codec and level for ``"none"`` or ``"zstd:LEVEL"``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if compression == "none":
+        return "none", None
+    name, _, level = compression.partition(":")
+    if name != "zstd" or not level.isdecimal() or not 1 <= int(level) <= MAX_ZSTD_LEVEL:
+        raise ValueError(f"compression={compression!r}; wanted 'none' or 'zstd:1' to 'zstd:{MAX_ZSTD_LEVEL}'")
+    return name, int(level)
 
 
 def row_groups(table: pa.Table) -> Iterator[tuple[int, int]]:

@@ -1,14 +1,14 @@
-"""The actor: it owns one engine and one writer, captures shards, publishes them, and says so.
+"""The actor: it owns one engine, captures shards, publishes them, and says so.
 
-The states never leave it. While a shard is written on the writer's thread, the next one is captured; the engine's
-memory bounds how many are under way. A shard that is there already is not made again.
+The states never leave it. Ray runs several tasks of an actor at one time, each one shard's: one has the engine, the
+others write what they captured, and the engine's memory bounds how many there are. A shard that is there already is
+not made again.
 """
 
 import os
+import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,17 +30,18 @@ class CaptureJob:
     out: str
     storage_options: Mapping[str, Any] | None
     schema: pa.Schema
+    compression: str
     identity_digest: str
 
 
 class CaptureWorker:
-    """An actor that owns one engine and one writer thread."""
+    """An actor that owns one engine; its calls may run in several threads at one time."""
 
     def __init__(self, job: CaptureJob):
         started = time.monotonic()
         _use_all_cores()
-        self._store, self._identity_digest = Store(job.out, job.storage_options), job.identity_digest
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hsray-writer")
+        self._job, self._store = job, Store(job.out, job.storage_options)
+        self._capturing = threading.Semaphore(job.options.shards_in_capture)
         self._not_started: Exception | None = None
         try:
             self._engine = open_engine(job.engine, job.options)
@@ -52,82 +53,76 @@ class CaptureWorker:
         self._schema = job.schema.with_metadata({**job.schema.metadata, **versions})
         self._engine_start_s = time.monotonic() - started
 
-    def __call__(self, shards: pa.Table) -> Iterator[pa.Table]:
-        """Captures and publishes a task's shards; yields a receipt for each, in order, once it is published."""
+    def __call__(self, plan: pa.Table) -> Iterator[pa.Table]:
+        """Captures and publishes the shards of some rows of the plan; yields each one's receipt once it is published."""
         if self._not_started is not None:
             words = f"the engine did not start: {type(self._not_started).__name__}: {self._not_started}"
             raise EngineDied(words) from self._not_started
-        writing: deque[Future[Receipt]] = deque()
-        for row in range(len(shards)):
-            if len(writing) == self._engine.options.num_buffers:
-                yield _receipt_table(self._take(writing))
-            writing.append(self._start_shard(_shard_prompts(shards.slice(row, 1))))
-        while writing:
-            yield _receipt_table(self._take(writing))
+        for row in range(len(plan)):
+            receipt = self._make(ShardPrompts.from_plan(plan, row))
+            yield pa.Table.from_pylist([asdict(receipt)])
 
-    def _take(self, writing: "deque[Future[Receipt]]") -> Receipt:
-        """The oldest shard's receipt, once it is published; the engine idles meanwhile."""
-        asked = time.monotonic()
-        receipt = writing.popleft().result()
-        return replace(receipt, wait_s=receipt.wait_s + time.monotonic() - asked)
-
-    def _start_shard(self, prompts: ShardPrompts) -> "Future[Receipt]":
-        """Captures a shard and hands it to the writer."""
+    def _make(self, prompts: ShardPrompts) -> Receipt:
         receipt = Receipt(
             shard=prompts.shard,
             prompts=len(prompts.prompt_ids),
-            tokens=sum(prompts.lengths),
-            nbytes=0,
-            captured=False,
+            tokens=int(prompts.ends[-1]),
             engine_start_s=self._engine_start_s,
+            load_s=self._engine.load_s,
+            first_request_s=self._engine.first_request_s,
             started_at=time.time(),
             published_at=time.time(),
-            wait_s=0.0,
-            capture_s=0.0,
-            write_s=0.0,
         )
         if self._store.exists(shard_name(prompts.shard)):
             check_shard(
-                self._store, prompts.shard, identity_digest=self._identity_digest, num_prompts=len(prompts.prompt_ids)
+                self._store,
+                prompts.shard,
+                identity_digest=self._job.identity_digest,
+                num_prompts=len(prompts.prompt_ids),
             )
-            present: Future[Receipt] = Future()
-            present.set_result(receipt)
-            return present
-        asked = time.monotonic()
-        buffer = self._engine.buffer(receipt.tokens)
-        lent = time.monotonic()
+            return receipt
+        buffer, receipt = self._capture(prompts, receipt)
         try:
-            self._capture_prompts(prompts, buffer)
-        except BaseException:
+            return self._publish(prompts, buffer, receipt)
+        finally:
             buffer.release()
-            raise
-        receipt = replace(receipt, captured=True, wait_s=lent - asked, capture_s=time.monotonic() - lent)
-        return self._writer.submit(self._publish, prompts, buffer, receipt)
 
-    def _capture_prompts(self, prompts: ShardPrompts, buffer: ShardBuffer) -> None:
-        row = 0
-        for prompt_id, input_ids in zip(prompts.prompt_ids, prompts.input_ids, strict=True):
+    def _capture(self, prompts: ShardPrompts, receipt: Receipt) -> tuple[ShardBuffer, Receipt]:
+        """A shard's states, once the engine is free for it."""
+        with self._capturing:
+            asked, started_at = time.monotonic(), time.time()
+            buffer = self._engine.buffer(receipt.tokens)
+            lent = time.monotonic()
             try:
-                self._engine.capture(input_ids, into=buffer, at=row)
-            except Exception as error:
-                kind = type(error) if isinstance(error, CaptureError) else CaptureError
-                words = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
-                raise kind(f"prompt {prompt_id!r} of shard {prompts.shard}: {words}") from error
-            row += len(input_ids)
+                self._engine.capture_all(prompts.tokens, into=buffer)
+            except BaseException as error:
+                buffer.release()
+                if isinstance(error, CaptureError) and error.prompt is not None:
+                    prompt_id = prompts.prompt_ids[error.prompt].as_py()
+                    raise type(error)(f"prompt {prompt_id!r} of shard {prompts.shard}: {error}") from error
+                raise
+            captured = time.monotonic()
+        return buffer, replace(
+            receipt, captured=True, started_at=started_at, wait_s=lent - asked, capture_s=captured - lent
+        )
 
     def _publish(self, prompts: ShardPrompts, buffer: ShardBuffer, receipt: Receipt) -> Receipt:
-        started = time.monotonic()
-        name = shard_name(prompts.shard)
-        try:
-            schema = stamped(self._schema, shard=prompts.shard, identity_digest=self._identity_digest)
-            table = shard_table(prompts, buffer.states, schema)
-            with self._store.staged(name) as sink:
-                write_table(table, sink)
-                nbytes = sink.tell()
-        finally:
-            table = None
-            buffer.release()
-        return replace(receipt, nbytes=nbytes, published_at=time.time(), write_s=time.monotonic() - started)
+        begun = time.monotonic()
+        schema = stamped(self._schema, shard=prompts.shard, identity_digest=self._job.identity_digest)
+        table = shard_table(prompts, buffer.states, schema)
+        checked = time.monotonic()
+        with self._store.staged(shard_name(prompts.shard)) as sink:
+            write_table(table, sink, compression=self._job.compression)
+            nbytes, written = sink.tell(), time.monotonic()
+        published = time.monotonic()
+        return replace(
+            receipt,
+            nbytes=nbytes,
+            published_at=time.time(),
+            check_s=checked - begun,
+            write_s=written - checked,
+            publish_s=published - written,
+        )
 
 
 def _use_all_cores() -> None:
@@ -136,17 +131,3 @@ def _use_all_cores() -> None:
 
     if not torch.cuda.is_available():
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-
-
-def _shard_prompts(row: pa.Table) -> ShardPrompts:
-    values = row.to_pylist()[0]
-    return ShardPrompts(
-        shard=values["shard"],
-        prompt_ids=values["prompt_id"],
-        input_ids=values["input_ids"],
-        loss_masks=values["loss_mask"],
-    )
-
-
-def _receipt_table(receipt: Receipt) -> pa.Table:
-    return pa.Table.from_pylist([asdict(receipt)])

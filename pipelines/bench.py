@@ -10,17 +10,23 @@ Engine start is not counted; each engine first runs a few prompts that are not t
 
     python pipelines/bench.py --model .demo/model --dataset problems.jsonl --prompts 300 --layers 9 19 29 final
     python pipelines/bench.py --model config/ --load-format dummy --lengths 512 2048 8192 mix --layers 1 17 32 -1
+    python pipelines/bench.py --model config/ --load-format dummy --lengths mix --requests-in-flight 64 --layers 1 17 32 -1
+
+With --requests-in-flight, the loops hand over many prompts at once. Of a build it also prints how fast each stage went
+while it was at work, and which one all others waited for.
 """
 
 import argparse
 import asyncio
 import json
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,6 +40,7 @@ from hsray.chat import tokenize_chat
 from hsray.engine import CaptureEngine, EngineOptions, open_engine
 from hsray.layers import resolve_layers
 from hsray.model import describe_model, load_tokenizer
+from hsray.report import ENGINE_PARTS, WRITER_PARTS
 
 MIX_MEAN_TOKENS, MIX_MAX_TOKENS = 550, 4096
 WARM_UP_PROMPTS = 4
@@ -43,18 +50,30 @@ Workload = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What ran, and for how long."""
+
+    prompts: int
+    tokens: int
+    seconds: float
+    gpu_mb: int | None = None
+    """Memory in use on the first GPU once it had run, by anybody; None where there is none."""
+    state_bytes: int = 0
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Of a build: seconds by stage, see `hsray.report`."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
     """One measurement."""
 
     road: str
     workload: str
-    prompts: int
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
+    measured: Measured
 
 
 def make_workloads(arguments: argparse.Namespace, vocab_size: int) -> dict[str, Workload]:
@@ -91,44 +110,62 @@ def read_conversations(path: Path, arguments: argparse.Namespace) -> Workload:
     return prompts
 
 
-def timed(run: Callable[[list[int]], None], prompts: Workload, limit_s: float) -> tuple[int, int, float]:
-    """Runs prompts one after the other, until the limit: how many, their tokens, seconds."""
-    for prompt in prompts[:WARM_UP_PROMPTS]:
-        run(prompt)
+def timed(run: Callable[[Workload], None], prompts: Workload, arguments: argparse.Namespace) -> Measured:
+    """Runs prompts, one or many at once, until the limit."""
+    for some in at_once(prompts[:WARM_UP_PROMPTS], arguments.requests_in_flight):
+        run(some)
     started, num_tokens, done = time.monotonic(), 0, 0
-    for prompt in prompts:
-        run(prompt)
-        done, num_tokens = done + 1, num_tokens + len(prompt)
-        if time.monotonic() - started > limit_s:
+    for some in at_once(prompts, arguments.requests_in_flight):
+        run(some)
+        done, num_tokens = done + len(some), num_tokens + sum(map(len, some))
+        if time.monotonic() - started > arguments.seconds:
             break
-    return done, num_tokens, time.monotonic() - started
+    seconds = time.monotonic() - started
+    return Measured(prompts=done, tokens=num_tokens, seconds=seconds, gpu_mb=gpu_memory_mb())
 
 
-def capture_road(name: str, options: EngineOptions) -> Iterator[Callable[[list[int]], None]]:
+def gpu_memory_mb() -> int | None:
+    """MiB in use on the first GPU; None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0])
+
+
+def at_once(prompts: Workload, requests_in_flight: int) -> list[Workload]:
+    """The prompts that a loop hands over together: one, or many times what may be in flight."""
+    num = 1 if requests_in_flight == 1 else 4 * requests_in_flight
+    return [prompts[start : start + num] for start in range(0, len(prompts), num)]
+
+
+def capture_road(name: str, options: EngineOptions) -> Iterator[Callable[[Workload], None]]:
     """A bare loop over an engine; shards are filled and dropped."""
     with open_engine(name, options) as engine:
-        yield lambda prompt: capture_and_drop(engine, prompt)
+        yield lambda prompts: capture_and_drop(engine, prompts)
 
 
-def capture_and_drop(engine: CaptureEngine, prompt: list[int]) -> None:
-    buffer = engine.buffer(len(prompt))
-    engine.capture(prompt, into=buffer, at=0)
+def capture_and_drop(engine: CaptureEngine, prompts: Workload) -> None:
+    buffer = engine.buffer(sum(map(len, prompts)))
+    engine.capture_all(prompts, into=buffer)
     buffer.release()
 
 
-def sglang_road(options: EngineOptions, *, lists: bool) -> Iterator[Callable[[list[int]], None]]:
+def sglang_road(options: EngineOptions, *, lists: bool) -> Iterator[Callable[[Workload], None]]:
     """SGLang without the capture, started with the same arguments; `lists` asks it for hidden states its own way."""
     from sglang.srt.entrypoints.engine import Engine
 
     from hsray.engine_sglang import engine_arguments
 
-    # Prompts of its own length need no context above the model's.
     engine = Engine(**{**engine_arguments(options), "enable_return_hidden_states": lists})
     sampling = {"max_new_tokens": 1 if lists else 0, "temperature": 0}
 
-    def run(prompt: list[int]) -> None:
-        reply = engine.generate(input_ids=prompt, sampling_params=sampling, return_hidden_states=lists)
-        assert not lists or len(reply["meta_info"]["hidden_states"][0]) == len(prompt)
+    def run(prompts: Workload) -> None:
+        what = prompts if len(prompts) > 1 else prompts[0]
+        replies = engine.generate(input_ids=what, sampling_params=sampling, return_hidden_states=lists)
+        if lists:
+            replies = replies if len(prompts) > 1 else [replies]
+            rows = [len(reply["meta_info"]["hidden_states"][0]) for reply in replies]
+            assert rows == [len(prompt) for prompt in prompts]
 
     try:
         yield run
@@ -136,8 +173,8 @@ def sglang_road(options: EngineOptions, *, lists: bool) -> Iterator[Callable[[li
         engine.shutdown()
 
 
-def measure_build(workload: Workload, options: EngineOptions, arguments: argparse.Namespace) -> tuple[int, int, float]:
-    """The whole build: prompts, tokens, and seconds from the first shard's begin to the last one's publication."""
+def measure_build(workload: Workload, options: EngineOptions, arguments: argparse.Namespace) -> Measured:
+    """The whole build: seconds from the first shard's begin to the last one's publication."""
     with tempfile.TemporaryDirectory(prefix="hsray-bench-", dir=arguments.folder) as out:
         report = hsray.build(
             [{"id": str(number), "input_ids": prompt} for number, prompt in enumerate(workload)],
@@ -148,10 +185,19 @@ def measure_build(workload: Workload, options: EngineOptions, arguments: argpars
             engine_args=options.engine_args,
             tensor_parallel=options.tensor_parallel,
             engines=arguments.engines,
+            requests_in_flight=options.requests_in_flight,
+            prefill_tokens=options.prefill_tokens,
             shard_bytes=arguments.shard_bytes,
+            compression=arguments.compression,
         )
         print(report, file=sys.stderr)
-    return report.prompts, report.new_tokens, report.capture_wall_s
+    return Measured(
+        prompts=report.prompts,
+        tokens=report.new_tokens,
+        seconds=report.capture_wall_s,
+        state_bytes=report.new_tokens * options.bytes_per_token,
+        stages=report.seconds,
+    )
 
 
 def measure(road: str, workloads: dict[str, Workload], options: EngineOptions, arguments: Any) -> list[Figure]:
@@ -167,12 +213,9 @@ def measure(road: str, workloads: dict[str, Workload], options: EngineOptions, a
         }
         opened = makers[road]()
         run = next(opened)
-        results = {name: timed(run, prompts, arguments.seconds) for name, prompts in workloads.items()}
+        results = {name: timed(run, prompts, arguments) for name, prompts in workloads.items()}
         opened.close()
-    return [
-        Figure(road=road, workload=name, prompts=prompts, tokens=tokens, seconds=seconds)
-        for name, (prompts, tokens, seconds) in results.items()
-    ]
+    return [Figure(road=road, workload=name, measured=measured) for name, measured in results.items()]
 
 
 def transformers_options(options: EngineOptions) -> EngineOptions:
@@ -183,11 +226,28 @@ def transformers_options(options: EngineOptions) -> EngineOptions:
 def show(figures: list[Figure], roads: list[str], console: Console) -> None:
     """A row for each road: tokens/s, and in brackets its share of the first road's."""
     workloads = list(dict.fromkeys(figure.workload for figure in figures))
-    found = {(figure.road, figure.workload): figure.tokens_per_s for figure in figures}
+    found = {(figure.road, figure.workload): figure.measured.tokens_per_s for figure in figures}
     table = Table("tokens/s", *workloads)
     for road in roads:
         shares = [(found[road, name], found[road, name] / found[roads[0], name]) for name in workloads]
         table.add_row(road, *(f"{speed:,.0f} ({share:.3f})" for speed, share in shares))
+    console.print(table)
+
+
+def show_stages(figures: list[Figure], console: Console) -> None:
+    """A row for each build: GB/s of states of each stage while it was at work, and how much the engine waited."""
+    builds = [figure for figure in figures if figure.measured.stages]
+    if not builds:
+        return
+    stages = (*ENGINE_PARTS[:1], *WRITER_PARTS)
+    table = Table("GB/s of states", *stages, "engine waits", "it binds")
+    for figure in builds:
+        seconds, gigabytes = figure.measured.stages, figure.measured.state_bytes / 1e9
+        engine_s = sum(seconds[part] for part in ENGINE_PARTS)
+        waits = seconds["wait"] / engine_s
+        binds = "writers" if waits > 0.05 else "engine"
+        speeds = (f"{gigabytes / max(seconds[stage], 1e-9):.2f}" for stage in stages)
+        table.add_row(figure.workload, *speeds, f"{waits:.1%}", binds)
     console.print(table)
 
 
@@ -221,6 +281,9 @@ def main() -> int:
     add("--load-format", default="auto", help="dummy: random weights")
     add("--engine-args", type=json.loads, default={}, metavar="JSON", help="for SGLang")
     add("--tensor-parallel", type=int, default=1, metavar="GPUS", help="as for build.py")
+    add("--requests-in-flight", type=int, default=1, help="as for build.py (default: 1)")
+    add("--prefill-tokens", type=int, default=16_384, help="as for build.py (default: 16384)")
+    add("--compression", default="none", help="as for build.py (default: none)")
     add("--engines", type=int, help="of a build (default: as for build.py)")
     add("--shard-bytes", type=parse_bytes, default=256 << 20, metavar="BYTES", help="as for build.py")
     add("--folder", type=Path, help="where build writes, in a temporary folder (default: the system's)")
@@ -231,13 +294,17 @@ def main() -> int:
     model = describe_model(arguments.model, dtype=arguments.dtype)
     workloads = make_workloads(arguments, model.vocab_size)
     longest = max(len(prompt) for prompts in workloads.values() for prompt in prompts)
+    together = (some for prompts in workloads.values() for some in at_once(prompts, arguments.requests_in_flight))
     layers = arguments.layers[0] if len(arguments.layers) == 1 else arguments.layers
     options = EngineOptions(
         model=model,
         layers=resolve_layers(layers, num_layers=model.num_layers),
         max_tokens=longest,
-        buffer_tokens=longest,
+        buffer_tokens=max(sum(map(len, some)) for some in together),
+        num_buffers=1,
         tensor_parallel=arguments.tensor_parallel,
+        requests_in_flight=arguments.requests_in_flight,
+        prefill_tokens=arguments.prefill_tokens,
         engine_args=arguments.engine_args,
     )
     asyncio.set_event_loop(asyncio.new_event_loop())
@@ -245,12 +312,13 @@ def main() -> int:
     for road in arguments.roads:
         figures += measure(road, workloads, options, arguments)
         print(*figures[-len(workloads) :], sep="\n", file=sys.stderr)
+        if arguments.json:
+            rows = [asdict(figure) | {"tokens_per_s": figure.measured.tokens_per_s} for figure in figures]
+            arguments.json.write_text(json.dumps({"environment": environment(), "figures": rows}, indent=1) + "\n")
     console = Console(width=120)
     console.print(", ".join(f"{name} {value}" for name, value in environment().items()))
     show(figures, arguments.roads, console)
-    if arguments.json:
-        rows = [asdict(figure) | {"tokens_per_s": figure.tokens_per_s} for figure in figures]
-        arguments.json.write_text(json.dumps({"environment": environment(), "figures": rows}, indent=1) + "\n")
+    show_stages(figures, console)
     return 0
 
 

@@ -4,8 +4,10 @@ Shapes: T tokens of a prompt, D hidden size.
 """
 
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -49,6 +51,24 @@ def hugging_face_states(model: str, input_ids: Sequence[int]) -> dict[Layer, tor
         for hook in hooks:
             hook.remove()
     return states
+
+
+def counted_calls(run: Callable[[], object], *, within: str = "") -> int:
+    """How many calls Python makes in this thread while `run` runs, from code whose file's path contains `within`."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal count
+        caller = frame if event == "c_call" else frame.f_back
+        if event in ("call", "c_call") and caller is not None and within in caller.f_code.co_filename:
+            count += 1
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def relative_error(found_TD: torch.Tensor, truth_TD: torch.Tensor) -> float:

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,16 +160,13 @@ def test_an_engine_actor_that_always_dies_ends_the_build(ray_session, tiny_llama
     assert 3 <= len(killed) <= 4  # Ray also replaces an actor that dies before its first task
 
 
-def test_a_shard_of_another_dataset_or_a_damaged_one_is_refused_and_restored_once_removed(
-    ray_session, tiny_llama, tmp_path
-):
-    rows, other_rows = unique_prompts(5, longest=50), unique_prompts(5, longest=50, seed=1)
-    build_tiny(tiny_llama, rows, tmp_path / "out")
-    build_tiny(tiny_llama, other_rows, tmp_path / "other")
+def test_a_shard_of_another_dataset_or_a_damaged_one_is_refused_and_restored_once_removed(tiny_llama, out, tmp_path):
+    rows = FINISHED_ROWS
+    build_tiny(tiny_llama, unique_prompts(5, longest=50, seed=1), tmp_path / "other")
     build_tiny(tiny_llama, rows, tmp_path / "other layer", layers=[1])
-    whole, shard = files_of(tmp_path / "out"), tmp_path / "out/shards/000000.parquet"
-    manifest = load_manifest(Store(tmp_path / "out"))
-    replace(manifest, state="building", shard_file_bytes=None).save(Store(tmp_path / "out"))
+    whole, shard = files_of(out), out / "shards/000000.parquet"
+    manifest = load_manifest(Store(out))
+    replace(manifest, state="building", shard_file_bytes=None).save(Store(out))
     bad = [
         ("is not of this dataset: its identity_digest", files_of(tmp_path / "other")["shards/000000.parquet"]),
         ("is not of this dataset: its identity_digest", files_of(tmp_path / "other layer")["shards/000000.parquet"]),
@@ -177,45 +175,54 @@ def test_a_shard_of_another_dataset_or_a_damaged_one_is_refused_and_restored_onc
     for message, content in bad:
         shard.write_bytes(content)
         with pytest.raises(ValueError, match=rf"shards/000000\.parquet {message}.*remove it, and build again"):
-            build_tiny(tiny_llama, rows, tmp_path / "out")
+            build_tiny(tiny_llama, rows, out)
         with pytest.raises(ValueError, match=message):
-            hsray.read(tmp_path / "out")[0]
+            hsray.read(out)[0]
     shard.unlink()
-    build_tiny(tiny_llama, rows, tmp_path / "out")
-    assert files_of(tmp_path / "out") == whole
+    build_tiny(tiny_llama, rows, out)
+    assert files_of(out) == whole
 
 
-def test_a_finished_dataset_opens_no_engine(ray_session, tiny_llama, tmp_path):
-    rows = unique_prompts(5, longest=20)
-    first = hsray.build(
-        rows, model=str(tiny_llama), layers=[0], out=tmp_path / "out", engine="transformers", progress=False
-    )
-    again = hsray.build(
-        rows, model=str(tiny_llama), layers=[0], out=tmp_path / "out", engine="transformers", progress=False
-    )
-    assert first.new_shards == 1
-    assert (again.new_shards, again.nbytes) == (0, first.nbytes)
+@pytest.fixture(scope="module")
+def finished(ray_session, tiny_llama, tmp_path_factory) -> Path:
+    """A finished dataset of `FINISHED_ROWS`, one shard; for tests that change a copy."""
+    out = tmp_path_factory.mktemp("finished") / "out"
+    assert build_tiny(tiny_llama, FINISHED_ROWS, out).new_shards == 1
+    return out
+
+
+FINISHED_ROWS = unique_prompts(5, longest=50)
+
+
+@pytest.fixture
+def out(finished, tmp_path) -> Path:
+    """A copy of the finished dataset."""
+    return shutil.copytree(finished, tmp_path / "out")
+
+
+def test_a_finished_dataset_opens_no_engine(tiny_llama, out):
+    whole = files_of(out)
+    again = build_tiny(tiny_llama, FINISHED_ROWS, out)
+    assert (again.new_shards, again.nbytes) == (0, len(whole["shards/000000.parquet"]))
     assert "no engine was opened" in str(again)
+    assert files_of(out) == whole
 
 
 CHANGES = [
     ({"layers": [1]}, "layers: the dataset has (0,), this build asks for (1,)"),
     ({"dtype": "bfloat16"}, "dtype: the dataset has 'float32', this build asks for 'bfloat16'"),
-    ({"dataset": [{"input_ids": [1, 2]}]}, "prompts_digest: the dataset has"),
+    ({"dataset": FINISHED_ROWS[:4]}, "prompts_digest: the dataset has"),
     ({"shard_bytes": 1 << 20}, "shard_bytes: the dataset has"),
     ({"max_tokens": 100}, "max_tokens: the dataset has 1024, this build asks for 100"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES)
-def test_resuming_with_something_else_shows_both_sides(ray_session, tiny_llama, tmp_path, change, message):
-    asked = {"dataset": [{"input_ids": [1, 2, 3]}], "layers": [0], "engine": "transformers", "progress": False}
-    asked |= {"model": str(tiny_llama), "out": tmp_path / "out"}
-    hsray.build(**asked)
-    before = files_of(tmp_path / "out")
+def test_resuming_with_something_else_shows_both_sides(tiny_llama, out, change, message):
+    before = files_of(out)
     with pytest.raises(ValueError, match=re.escape(message)):
-        hsray.build(**(asked | change))
-    assert files_of(tmp_path / "out") == before
+        build_tiny(tiny_llama, **({"dataset": FINISHED_ROWS, "out": out} | change))
+    assert files_of(out) == before
 
 
 BAD_ROWS = [
@@ -253,6 +260,9 @@ def build_tiny(tiny: Path, dataset: Path | list, out: Path | str, **changes: obj
         ({"shard_bytes": 0.5}, ValueError, "shard_bytes=0.5; give a whole number from 1 up"),
         ({"engine": "vllm"}, ValueError, "engine='vllm' is not known; wanted 'sglang' or 'transformers'"),
         ({"engine": "sglang", "engine_args": {"disable_radix_cache": False}}, ValueError, "leave it out"),
+        ({"requests_in_flight": 2}, ValueError, "requests_in_flight=2 is for engine='sglang'"),
+        ({"requests_in_flight": 5000, "engine": "sglang"}, ValueError, "give 1 up to 1024"),
+        ({"compression": "gzip"}, ValueError, "compression='gzip'; wanted 'none' or 'zstd:1' to 'zstd:22'"),
         ({"out": "memory://x"}, ValueError, "out='memory://x' is memory of this process alone"),
     ],
 )
@@ -276,16 +286,14 @@ def test_a_folder_that_holds_something_else_is_left_alone(ray_session, tiny_llam
     ("name", "message"),
     [("plan/000000.parquet", "000000.parquet is changed"), ("manifest.json", "manifest.json is damaged")],
 )
-def test_a_corrupted_plan_or_manifest_is_refused_before_any_shard(ray_session, tiny_llama, tmp_path, name, message):
-    rows, out = [{"input_ids": [1, 2, 3]}], tmp_path / "out"
-    build_tiny(tiny_llama, rows, out)
+def test_a_corrupted_plan_or_manifest_is_refused_before_any_shard(tiny_llama, out, name, message):
     (out / "shards/000000.parquet").unlink()
     manifest = load_manifest(Store(out))
     broken = bytearray((out / name).read_bytes())
     broken[len(broken) // 2] ^= 0xFF
     (out / name).write_bytes(broken)
     with pytest.raises(ValueError, match=message):
-        build_tiny(tiny_llama, rows, out)
+        build_tiny(tiny_llama, FINISHED_ROWS, out)
     assert list((out / "shards").iterdir()) == []
     assert manifest.state == "complete"
 
@@ -300,6 +308,23 @@ def test_prompts_dropped_by_policy_are_counted_and_listed(ray_session, tiny_llam
     assert listed == [
         {"source": "dataset[1]", "prompt_id": "long", "num_tokens": 50, "reason": "50 tokens, over max_tokens=10"}
     ]
+
+
+def test_a_cluster_with_gpus_runs_an_engine_on_each(tiny_llama, tmp_path):
+    """Ray hands out GPUs that are not there, and the engines compute without: the graph is what is tested."""
+    dataset = write_jsonl(tmp_path / "prompts.jsonl", unique_prompts(12, longest=50))
+    script = f"""
+import ray, hsray
+ray.init(num_cpus=3, num_gpus=2, include_dashboard=False, log_to_driver=False)
+report = hsray.build({str(dataset)!r}, model={str(tiny_llama)!r}, layers=[0], out={str(tmp_path / "out")!r},
+                     engine="transformers", shard_bytes=4096, progress=False)
+actors = [actor for actor in ray._private.state.actors().values() if "CaptureWorker" in actor["ActorClassName"]]
+print("actors", len(actors), "shards", report.new_shards == report.shards)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "actors 2 shards True"
 
 
 def test_an_engine_that_does_not_start_ends_the_build_in_its_own_words(ray_session, tiny_llama, tmp_path):

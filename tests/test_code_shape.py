@@ -27,6 +27,7 @@ ORDER = [
     "engine",
     "engine_transformers",
     "canary",
+    "staging",
     "capture",
     "engine_sglang",
     "sglang_cpu",

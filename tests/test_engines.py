@@ -13,7 +13,7 @@ import torch
 from hsray.engine import CaptureEngine, EngineDied, open_engine
 from hsray.engine_sglang import OWN_ARGS, SAFE_ARGS
 from hsray.layers import Layer, resolve_layers
-from tests.reference import MAX_TOKENS, hugging_face_states, options_for, relative_error
+from tests.reference import MAX_TOKENS, counted_calls, hugging_face_states, options_for, relative_error
 
 #: Where both compute in float32, rounding may differ by the order of sums and no more.
 PARITY = 1e-5
@@ -112,6 +112,37 @@ class TestContract:
     def test_a_shard_above_the_engines_memory_is_an_error(self, tiny_engine: CaptureEngine):
         with pytest.raises(ValueError, match="opened for"):
             tiny_engine.buffer(2 * MAX_TOKENS + 1)
+
+    def test_python_does_the_same_work_for_a_token_as_for_a_thousand(self, tiny_engine: CaptureEngine):
+        def calls(num_tokens: int) -> int:
+            prompts = [random_ids(tiny_engine, num_tokens, seed=seed) for seed in range(2)]
+            buffer = tiny_engine.buffer(2 * num_tokens)
+            try:
+                tiny_engine.capture_all(prompts, into=buffer)
+                return counted_calls(lambda: tiny_engine.capture_all(prompts, into=buffer), within="/hsray/")
+            finally:
+                buffer.release()
+
+        assert calls(MAX_TOKENS) == calls(1)
+
+
+def test_prompts_that_share_a_pass_get_the_states_they_have_alone(tiny_llama: Path, tiny_sglang: CaptureEngine):
+    options = options_for(tiny_llama, requests_in_flight=16, prefill_tokens=512, buffer_tokens=40_000)
+    chosen = random.Random(5)
+    with open_engine("sglang", options) as engine:
+        prompts = [random_ids(engine, chosen.randint(1, 200), seed=seed) for seed in range(200)]
+        prompts += [random_ids(engine, num_tokens, seed=num_tokens) for num_tokens in (1, 511, 512, 513, MAX_TOKENS)]
+        buffer, before = engine.buffer(sum(map(len, prompts))), engine.passes
+        engine.capture_all(prompts, into=buffer)
+        passes, start = engine.passes - before, 0
+        for ids in prompts:
+            for layer, alone_TD in tiny_sglang.capture_alone(ids).items():
+                found_TD = buffer.states[layer][start : start + len(ids)]
+                worst = max(map(relative_error, found_TD, alone_TD))
+                assert worst <= PARITY, f"layer {layer} of the prompt of {len(ids)} tokens at row {start}"
+            start += len(ids)
+        buffer.release()
+    assert len(prompts) / 16 <= passes < len(prompts) / 2, "requests in flight did not share passes"
 
 
 @pytest.mark.parametrize("name", SAFE_ARGS)

@@ -67,6 +67,9 @@ def plan_prompts(prompts: Sequence[dict], out: Path | str, shard_tokens: int = 4
         engine="transformers",
         engine_args={},
         tensor_parallel=1,
+        requests_in_flight=1,
+        prefill_tokens=16_384,
+        compression="none",
         shard_bytes=shard_tokens * bytes_per_token,
         max_tokens=1024,
         too_long="error",
@@ -96,15 +99,13 @@ def plan_prompts(prompts: Sequence[dict], out: Path | str, shard_tokens: int = 4
 
 
 def publish_shard(store: Store, manifest: Manifest, prompts: Sequence[dict], shard: int) -> None:
-    row = read_plan_file(store, manifest.plan.files[0]).to_pylist()[shard]
-    wanted = [prompt["hidden_states"] for prompt in prompts if prompt["prompt_id"] in row["prompt_id"]]
+    listed = ShardPrompts.from_plan(read_plan_file(store, manifest.plan.files[0]), shard)
+    ids = listed.prompt_ids.to_pylist()
+    wanted = [prompt["hidden_states"] for prompt in prompts if prompt["prompt_id"] in ids]
     states = {layer: torch.cat([states[layer] for states in wanted]) for layer in LAYERS}
     identity = manifest.identity
     schema = shard_schema(LAYERS, hidden_size=identity.hidden_size, dtype=identity.dtype)
     schema = stamped(schema, shard=shard, identity_digest=manifest.identity.digest)
-    listed = ShardPrompts(
-        shard=shard, prompt_ids=row["prompt_id"], input_ids=row["input_ids"], loss_masks=row["loss_mask"]
-    )
     with store.staged(shard_name(shard)) as sink:
         write_table(shard_table(listed, states, schema), sink)
 

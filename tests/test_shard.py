@@ -30,6 +30,7 @@ from hsray.shard import (
     to_tensor,
     write_table,
 )
+from tests.reference import counted_calls
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -41,9 +42,11 @@ def name_of(dtype: torch.dtype) -> str:
 def prompts_of(lengths: Sequence[int]) -> ShardPrompts:
     return ShardPrompts(
         shard=7,
-        prompt_ids=[f"p{number}" for number in range(len(lengths))],
-        input_ids=[list(range(num_tokens)) for num_tokens in lengths],
-        loss_masks=[[token % 3 == 0 for token in range(num_tokens)] for num_tokens in lengths],
+        prompt_ids=pa.array([f"p{number}" for number in range(len(lengths))], pa.string()),
+        input_ids=pa.array([list(range(num_tokens)) for num_tokens in lengths], pa.list_(pa.int32())),
+        loss_masks=pa.array(
+            [[token % 3 == 0 for token in range(num_tokens)] for num_tokens in lengths], pa.list_(pa.bool_())
+        ),
     )
 
 
@@ -113,10 +116,36 @@ def test_ids_tokens_and_masks_come_back(tmp_path):
     lengths = [3, 1, 5]
     prompts = prompts_of(lengths)
     table = file_of(table_of(lengths, random_states(lengths, [0], 4, torch.bfloat16))).read()
-    assert table["prompt_id"].to_pylist() == prompts.prompt_ids
+    assert table["prompt_id"].to_pylist() == prompts.prompt_ids.to_pylist()
     assert table["num_tokens"].to_pylist() == lengths
-    assert table["input_ids"].to_pylist() == prompts.input_ids
-    assert table["loss_mask"].to_pylist() == prompts.loss_masks
+    assert table["input_ids"].to_pylist() == prompts.input_ids.to_pylist()
+    assert table["loss_mask"].to_pylist() == prompts.loss_masks.to_pylist()
+
+
+def test_python_does_the_same_work_for_a_token_as_for_ten_thousand():
+    def calls(num_tokens: int) -> int:
+        lengths = [num_tokens, num_tokens, 2]
+        states = random_states(lengths, [0, "final"], 4, torch.bfloat16)
+        schema = shard_schema(list(states), hidden_size=4, dtype="bfloat16")
+        listed = prompts_of(lengths)
+        plan = pa.table(
+            {
+                "shard": [7],
+                "prompt_id": pa.array([listed.prompt_ids.to_pylist()]),
+                "input_ids": pa.array([listed.input_ids.to_pylist()], pa.list_(pa.list_(pa.int32()))),
+                "loss_mask": pa.array([listed.loss_masks.to_pylist()]),
+            }
+        )
+
+        def run() -> None:
+            prompts = ShardPrompts.from_plan(plan, 0)
+            assert [len(ids_T) for ids_T in prompts.tokens] == lengths
+            write_table(shard_table(prompts, states, schema), io.BytesIO())
+
+        run()
+        return counted_calls(run)
+
+    assert calls(10_000) == calls(1)
 
 
 def test_the_table_is_a_view_of_the_captured_states():
