@@ -68,6 +68,8 @@ class EngineOptions:
     """Prompts that an engine may be given at one time, which it then computes in one pass."""
     prefill_tokens: int = 16_384
     """Tokens at which such a pass takes no more prompts."""
+    request_timeout_s: float = 1800.0
+    """An engine that answers nothing for so long is given up."""
     trust_remote_code: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for the engine itself, handed on as they are."""

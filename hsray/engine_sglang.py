@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import count
@@ -102,6 +103,7 @@ class SGLangEngine(CaptureEngine):
         self.version = version("sglang")
         self._sequence = count(1)
         self._sglang = None
+        self._closing = threading.Lock()
         num_bytes = options.buffer_tokens * options.bytes_per_token
         with _shared_memory([*[num_bytes] * options.num_buffers, ControlPage.NUM_BYTES]) as (*paths, control_path):
             plan = CapturePlan(
@@ -130,6 +132,7 @@ class SGLangEngine(CaptureEngine):
                 if self._sglang is None:
                     self._belongings.end()
         self._places = asyncio.Semaphore(options.requests_in_flight)
+        self._answered = time.monotonic()
         threading.Thread(target=self._sglang.loop.run_forever, name="hsray-sglang", daemon=True).start()
         started = time.monotonic()
         try:
@@ -145,8 +148,6 @@ class SGLangEngine(CaptureEngine):
         return self._control.passes
 
     def _run(self, prompts: Sequence[np.ndarray], rows: Sequence[int], into: ShardBuffer) -> None:
-        if self._sglang is None:
-            raise EngineDied("this SGLang engine is closed")
         tickets = [self._ticket(into, row=row, num_tokens=len(ids_T)) for ids_T, row in zip(prompts, rows, strict=True)]
         self._finish(self._run_all(tickets, prompts))
 
@@ -161,13 +162,19 @@ class SGLangEngine(CaptureEngine):
 
     def _finish(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Runs `work` on SGLang's event loop, to its end."""
+        with self._closing:
+            if self._sglang is None:
+                work.close()
+                raise EngineDied("this SGLang engine is closed")
+            done = asyncio.run_coroutine_threadsafe(work, self._sglang.loop)
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._sglang.loop).result()
-        except CaptureError:
-            raise
-        except BaseException:
-            # Interrupted: the scheduler may go on to write into memory that the caller gives back.
-            self.close()
+            return done.result()
+        except CancelledError as error:
+            raise EngineDied("this SGLang engine was closed while it worked for another") from error
+        except BaseException as error:
+            if not isinstance(error, CaptureError) or isinstance(error, EngineDied):
+                # Interrupted or given up: the scheduler may go on to write into memory that the caller gives back.
+                self.close()
             raise
 
     async def _run_all(self, tickets: Sequence[Ticket], prompts: Sequence[np.ndarray]) -> None:
@@ -197,14 +204,22 @@ class SGLangEngine(CaptureEngine):
         request = asyncio.ensure_future(
             self._sglang.async_generate(input_ids=input_ids.tolist(), sampling_params=sampling, rid=ticket.rid())
         )
+        asked = time.monotonic()
         while not (await asyncio.wait({request}, timeout=LIVENESS_S))[0]:
+            silent_s = time.monotonic() - max(asked, self._answered)
+            if silent_s > self.options.request_timeout_s:
+                request.cancel()
+                raise EngineDied(
+                    f"SGLang gave no answer to a prompt of {ticket.num_tokens} tokens, nor to any other, for {silent_s:.0f} s: "
+                    "it is given up; where that is no time for this model, give a longer request_timeout_s"
+                )
             if not self._belongings.alive():
                 request.cancel()
                 words = self._control.error or "its log says why; a kill by the kernel (memory) leaves no words"
                 raise EngineDied(
                     f"SGLang's scheduler process died during a prompt of {ticket.num_tokens} tokens: {words}"
                 )
-        reply = await request
+        reply, self._answered = await request, time.monotonic()
         num_rows, reason = self._control.rows(ticket.sequence), reply["meta_info"].get("finish_reason") or {}
         if num_rows == ticket.num_tokens and reason.get("type") != "abort":
             return reply["output_ids"]
@@ -245,7 +260,8 @@ class SGLangEngine(CaptureEngine):
             )
 
     def close(self) -> None:
-        sglang, self._sglang = self._sglang, None
+        with self._closing:  # what was handed to the loop before is cancelled below; nothing is after
+            sglang, self._sglang = self._sglang, None
         if sglang is None:
             return
         # SGLang's own shutdown kills every child of this process, whoever started it.

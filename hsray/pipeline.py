@@ -78,6 +78,7 @@ def build(
     too_long: Literal["error", "drop"] = "error",
     shard_bytes: int = 256 << 20,
     compression: str = "none",
+    request_timeout_s: float = 1800.0,
     storage_options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
@@ -107,6 +108,7 @@ def build(
         shard_bytes: States in one shard, about; an engine's host holds up to three of them (four with several requests
             in flight).
         compression: Of the shards: ``"none"``, or ``"zstd:1"`` (any level up to 22).
+        request_timeout_s: An engine that answers nothing for so long ends the build.
         storage_options: For the filesystem of `dataset` and `out`; never stored.
         trust_remote_code: Lets the model's own code run.
         progress: Shows a progress bar.
@@ -123,6 +125,8 @@ def build(
     codec(compression)
     requests_in_flight = _count("requests_in_flight", requests_in_flight)
     prefill_tokens = _count("prefill_tokens", prefill_tokens)
+    if not request_timeout_s > 0:
+        raise ValueError(f"request_timeout_s={request_timeout_s!r}; give a number of seconds above 0")
     if requests_in_flight > MAX_REQUESTS_IN_FLIGHT:
         raise ValueError(f"requests_in_flight={requests_in_flight}; give 1 up to {MAX_REQUESTS_IN_FLIGHT}")
     engines, tensor_parallel = _count("engines", engines), _count("tensor_parallel", tensor_parallel)
@@ -171,7 +175,9 @@ def build(
         report.plan_s = planned - started
         if pending:
             pool = _Pool.of(manifest, engines, num_pending=len(pending))
-            job = _capture_job(manifest, description, store, storage_options, trust_remote_code, pool.writers_each)
+            job = _capture_job(manifest, description, store, storage_options, pool.writers_each)
+            of_this_run = {"trust_remote_code": trust_remote_code, "request_timeout_s": request_timeout_s}
+            job = replace(job, options=replace(job.options, **of_this_run))
             _capture(job, manifest, pending, pool, report, progress)
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
@@ -280,9 +286,9 @@ def _capture_job(
     model: ModelDescription,
     store: Store,
     storage_options: Mapping[str, Any] | None,
-    trust_remote_code: bool,
     num_writers: int,
 ) -> CaptureJob:
+    """What the dataset's identity says of the job."""
     identity, plan = manifest.identity, manifest.plan
     about = {
         "format_version": "1",
@@ -301,7 +307,6 @@ def _capture_job(
         tensor_parallel=identity.tensor_parallel,
         requests_in_flight=identity.requests_in_flight,
         prefill_tokens=identity.prefill_tokens,
-        trust_remote_code=trust_remote_code,
         engine_args=identity.engine_args,
     )
     return CaptureJob(

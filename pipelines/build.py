@@ -100,6 +100,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--compression", default="none", help="of the shards: none, or zstd:LEVEL")
     add(
+        "--request-timeout-s",
+        type=float,
+        default=1800.0,
+        help="an engine that answers nothing for so long ends the build",
+    )
+    add(
         "--storage-options",
         type=json.loads,
         metavar="JSON",

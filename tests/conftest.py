@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=4, help="how often the resume test kills its build (default: 4)")
+    parser.addoption("--kills", type=int, default=3, help="how often the resume test kills its build (default: 3)")
     parser.addoption(
         "--resume-engine",
         default="transformers",

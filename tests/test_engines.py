@@ -126,8 +126,14 @@ class TestContract:
         assert calls(MAX_TOKENS) == calls(1)
 
 
-def test_prompts_that_share_a_pass_get_the_states_they_have_alone(tiny_llama: Path, tiny_sglang: CaptureEngine):
-    options = options_for(tiny_llama, requests_in_flight=16, prefill_tokens=512, buffer_tokens=40_000)
+def test_prompts_that_share_a_pass_get_the_states_they_have_alone_and_one_that_hangs_is_given_up(
+    tiny_llama: Path, tiny_sglang: CaptureEngine
+):
+    """Two concerns, since each engine takes most of a minute to start."""
+    others = {process.pid for process in psutil.Process().children(recursive=True)}
+    options = options_for(
+        tiny_llama, requests_in_flight=16, prefill_tokens=512, buffer_tokens=40_000, request_timeout_s=10
+    )
     chosen = random.Random(5)
     with open_engine("sglang", options) as engine:
         prompts = [random_ids(engine, chosen.randint(1, 200), seed=seed) for seed in range(200)]
@@ -142,7 +148,20 @@ def test_prompts_that_share_a_pass_get_the_states_they_have_alone(tiny_llama: Pa
                 assert worst <= PARITY, f"layer {layer} of the prompt of {len(ids)} tokens at row {start}"
             start += len(ids)
         buffer.release()
-    assert len(prompts) / 16 <= passes < len(prompts) / 2, "requests in flight did not share passes"
+        assert len(prompts) / 16 <= passes < len(prompts) / 2, "requests in flight did not share passes"
+        for process in schedulers(except_for=others):
+            process.suspend()
+        with pytest.raises(EngineDied, match=r"no answer to a prompt of 8 tokens, nor to any other, for 1[01] s"):
+            engine.capture_alone(random_ids(engine, 8, seed=0))
+        assert not schedulers(except_for=others)
+        with pytest.raises(EngineDied, match="is closed"):
+            engine.capture_alone(random_ids(engine, 8, seed=0))
+
+
+def schedulers(*, except_for: set[int]) -> list[psutil.Process]:
+    """SGLang's scheduler processes, without those that ran before."""
+    started = (process for process in psutil.Process().children(recursive=True) if process.pid not in except_for)
+    return [process for process in started if "scheduler" in " ".join(process.cmdline())]
 
 
 @pytest.mark.parametrize("name", SAFE_ARGS)
@@ -176,9 +195,8 @@ def test_chunks_of_a_prompt_land_in_order_and_an_engine_that_died_says_so(tiny_l
             truth = hugging_face_states(str(tiny_llama), input_ids)
             for layer, hidden_TD in engine.capture_alone(input_ids).items():
                 assert relative_error(hidden_TD, truth[layer]) <= PARITY, f"layer {layer} of {num_tokens} tokens"
-        for process in psutil.Process().children(recursive=True):
-            if process.pid not in others and "scheduler" in " ".join(process.cmdline()):
-                process.kill()
+        for process in schedulers(except_for=others):
+            process.kill()
         with pytest.raises(EngineDied, match="scheduler process died during a prompt of 8 tokens"):
             engine.capture_alone(random_ids(engine, 8, seed=0))
 
