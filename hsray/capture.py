@@ -115,11 +115,10 @@ class ControlPage:
         """The recorded error, or an empty text."""
         return self._read_text(self.TEXT_BYTES)
 
-    def take_error(self) -> str:
-        """The recorded error, which is then forgotten: the engine raises it."""
-        error = self.error
-        self._write_text(self.TEXT_BYTES, "")
-        return error
+    def forget_error(self) -> None:
+        """Makes room for another."""
+        if self.error:
+            self._write_text(self.TEXT_BYTES, "")
 
     def count_pass(self) -> None:
         """Records that a forward pass with prompts of ours has ended."""

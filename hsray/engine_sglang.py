@@ -103,7 +103,7 @@ class SGLangEngine(CaptureEngine):
         self.version = version("sglang")
         self._sequence = count(1)
         self._sglang = None
-        self._closing = threading.Lock()
+        self._closing, self._why_closed = threading.Lock(), ""
         num_bytes = options.buffer_tokens * options.bytes_per_token
         with _shared_memory([*[num_bytes] * options.num_buffers, ControlPage.NUM_BYTES]) as (*paths, control_path):
             plan = CapturePlan(
@@ -132,7 +132,7 @@ class SGLangEngine(CaptureEngine):
                 if self._sglang is None:
                     self._belongings.end()
         self._places = asyncio.Semaphore(options.requests_in_flight)
-        self._answered = time.monotonic()
+        self._answered, self._running = time.monotonic(), 0
         threading.Thread(target=self._sglang.loop.run_forever, name="hsray-sglang", daemon=True).start()
         started = time.monotonic()
         try:
@@ -165,14 +165,15 @@ class SGLangEngine(CaptureEngine):
         with self._closing:
             if self._sglang is None:
                 work.close()
-                raise EngineDied("this SGLang engine is closed")
+                raise EngineDied(f"this SGLang engine is closed{self._why_closed}")
             done = asyncio.run_coroutine_threadsafe(work, self._sglang.loop)
         try:
             return done.result()
         except CancelledError as error:
-            raise EngineDied("this SGLang engine was closed while it worked for another") from error
+            raise EngineDied(f"this SGLang engine was closed meanwhile{self._why_closed}") from error
         except BaseException as error:
             if not isinstance(error, CaptureError) or isinstance(error, EngineDied):
+                self._why_closed = self._why_closed or f": {error}"
                 # Interrupted or given up: the scheduler may go on to write into memory that the caller gives back.
                 self.close()
             raise
@@ -201,9 +202,20 @@ class SGLangEngine(CaptureEngine):
         max_new_tokens=0 makes it a prefill and nothing else.
         """
         sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
-        request = asyncio.ensure_future(
-            self._sglang.async_generate(input_ids=input_ids.tolist(), sampling_params=sampling, rid=ticket.rid())
-        )
+        sglang = self._sglang
+        if sglang is None:
+            raise EngineDied("this SGLang engine was closed meanwhile")
+        if not self._running:
+            self._control.forget_error()  # of earlier requests, which have all raised it
+        self._running += 1
+        try:
+            work = sglang.async_generate(input_ids=input_ids.tolist(), sampling_params=sampling, rid=ticket.rid())
+            return self._checked(ticket, await self._answer(ticket, asyncio.ensure_future(work)))
+        finally:
+            self._running -= 1
+
+    async def _answer(self, ticket: Ticket, request: "asyncio.Future[dict[str, Any]]") -> dict[str, Any]:
+        """SGLang's answer, so long as there is somebody to give one."""
         asked = time.monotonic()
         while not (await asyncio.wait({request}, timeout=LIVENESS_S))[0]:
             silent_s = time.monotonic() - max(asked, self._answered)
@@ -219,13 +231,16 @@ class SGLangEngine(CaptureEngine):
                 raise EngineDied(
                     f"SGLang's scheduler process died during a prompt of {ticket.num_tokens} tokens: {words}"
                 )
-        reply, self._answered = await request, time.monotonic()
+        self._answered = time.monotonic()
+        return await request
+
+    def _checked(self, ticket: Ticket, reply: dict[str, Any]) -> list[int]:
+        """The tokens of a reply, once it is sure that every row is in place."""
         num_rows, reason = self._control.rows(ticket.sequence), reply["meta_info"].get("finish_reason") or {}
         if num_rows == ticket.num_tokens and reason.get("type") != "abort":
             return reply["output_ids"]
-        error = self._control.take_error()
-        if error:
-            raise CaptureError(f"a prompt of {ticket.num_tokens} tokens was not captured: {error}")
+        if self._control.error:
+            raise CaptureError(f"a prompt of {ticket.num_tokens} tokens was not captured: {self._control.error}")
         if reason.get("type") == "abort":
             raise CaptureError(f"SGLang refused a prompt of {ticket.num_tokens} tokens: {reason.get('message')}")
         raise CaptureError(f"SGLang computed {num_rows} rows of a prompt of {ticket.num_tokens} tokens")
@@ -269,7 +284,8 @@ class SGLangEngine(CaptureEngine):
         watchdog = getattr(sglang.tokenizer_manager, "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()
-        asyncio.run_coroutine_threadsafe(_cancel_all(), sglang.loop).result(timeout=CLOSE_S)
+        with suppress(TimeoutError):  # a task that does not end in time is left; the processes are ended anyway
+            asyncio.run_coroutine_threadsafe(_cancel_all(), sglang.loop).result(timeout=CLOSE_S)
         sglang.loop.call_soon_threadsafe(sglang.loop.stop)
         self._belongings.end()
 

@@ -123,9 +123,18 @@ def build(
         raise ValueError(f"too_long={too_long!r}; wanted 'error' or 'drop'")
     check_engine_args(engine, engine_args or {})
     codec(compression)
+    for name, value in (
+        ("requests_in_flight", requests_in_flight),
+        ("prefill_tokens", prefill_tokens),
+        ("tensor_parallel", tensor_parallel),
+        ("shard_bytes", shard_bytes),
+        ("request_timeout_s", request_timeout_s),
+    ):
+        if value is None:
+            raise ValueError(f"{name}=None; leave it out, or give a number")
     requests_in_flight = _count("requests_in_flight", requests_in_flight)
     prefill_tokens = _count("prefill_tokens", prefill_tokens)
-    if not request_timeout_s > 0:
+    if not isinstance(request_timeout_s, int | float) or not request_timeout_s > 0:
         raise ValueError(f"request_timeout_s={request_timeout_s!r}; give a number of seconds above 0")
     if requests_in_flight > MAX_REQUESTS_IN_FLIGHT:
         raise ValueError(f"requests_in_flight={requests_in_flight}; give 1 up to {MAX_REQUESTS_IN_FLIGHT}")
@@ -516,7 +525,7 @@ def _ray_data() -> Iterator[None]:
 
 
 def _start_ray() -> None:
-    """Connects to the cluster that RAY_ADDRESS names, or starts Ray here, with no more words than its errors."""
+    """Connects to the cluster that RAY_ADDRESS names or that runs here, or starts Ray, with no more words than its errors."""
     import ray
 
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)

@@ -175,12 +175,10 @@ def codec(compression: str) -> tuple[str, int | None]:
     Raises:
         ValueError: it is neither.
     """
-    if compression == "none":
-        return "none", None
-    name, _, level = compression.partition(":")
-    if name != "zstd" or not level.isdecimal() or not 1 <= int(level) <= MAX_ZSTD_LEVEL:
+    levels = {"none": ("none", None)} | {f"zstd:{level}": ("zstd", level) for level in range(1, MAX_ZSTD_LEVEL + 1)}
+    if compression not in levels:
         raise ValueError(f"compression={compression!r}; wanted 'none' or 'zstd:1' to 'zstd:{MAX_ZSTD_LEVEL}'")
-    return name, int(level)
+    return levels[compression]
 
 
 def row_groups(table: pa.Table) -> Iterator[tuple[int, int]]:

@@ -97,6 +97,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     ray.init(
+        address="local",
         include_dashboard=False,
         log_to_driver=False,
         runtime_env={"worker_process_setup_hook": use_zero_engine},

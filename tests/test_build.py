@@ -262,6 +262,8 @@ def build_tiny(tiny: Path, dataset: Path | list, out: Path | str, **changes: obj
         ({"engine": "sglang", "engine_args": {"disable_radix_cache": False}}, ValueError, "leave it out"),
         ({"requests_in_flight": 2}, ValueError, "requests_in_flight=2 is for engine='sglang'"),
         ({"requests_in_flight": 5000, "engine": "sglang"}, ValueError, "give 1 up to 1024"),
+        ({"prefill_tokens": None}, ValueError, "prefill_tokens=None; leave it out, or give a number"),
+        ({"request_timeout_s": "5"}, ValueError, "request_timeout_s='5'; give a number of seconds above 0"),
         ({"compression": "gzip"}, ValueError, "compression='gzip'; wanted 'none' or 'zstd:1' to 'zstd:22'"),
         ({"out": "memory://x"}, ValueError, "out='memory://x' is memory of this process alone"),
     ],
