@@ -97,10 +97,12 @@ class CaptureWorker:
                 self._engine.capture_all(prompts.tokens, into=buffer)
             except BaseException as error:
                 buffer.release()
-                if isinstance(error, CaptureError) and error.prompt is not None:
-                    prompt_id = prompts.prompt_ids[error.prompt].as_py()
-                    raise type(error)(f"prompt {prompt_id!r} of shard {prompts.shard}: {error}") from error
-                raise
+                if not isinstance(error, CaptureError):
+                    raise
+                struck = slice(None) if error.prompt is None else slice(error.prompt, error.prompt + 1)
+                ids = prompts.prompt_ids[struck].to_pylist()
+                which = f"prompt {ids[0]!r}" if len(ids) == 1 else f"prompts {ids[0]!r} to {ids[-1]!r}"
+                raise type(error)(f"{which} of shard {prompts.shard}: {error}") from error
             captured = time.monotonic()
         return buffer, replace(
             receipt, captured=True, started_at=started_at, wait_s=lent - asked, capture_s=captured - lent
