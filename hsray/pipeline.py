@@ -123,28 +123,20 @@ def build(
         raise ValueError(f"too_long={too_long!r}; wanted 'error' or 'drop'")
     check_engine_args(engine, engine_args or {})
     codec(compression)
-    for name, value in (
-        ("requests_in_flight", requests_in_flight),
-        ("prefill_tokens", prefill_tokens),
-        ("tensor_parallel", tensor_parallel),
-        ("shard_bytes", shard_bytes),
-        ("request_timeout_s", request_timeout_s),
-    ):
-        if value is None:
-            raise ValueError(f"{name}=None; leave it out, or give a number")
     requests_in_flight = _count("requests_in_flight", requests_in_flight)
     prefill_tokens = _count("prefill_tokens", prefill_tokens)
     if not isinstance(request_timeout_s, int | float) or not request_timeout_s > 0:
         raise ValueError(f"request_timeout_s={request_timeout_s!r}; give a number of seconds above 0")
     if requests_in_flight > MAX_REQUESTS_IN_FLIGHT:
         raise ValueError(f"requests_in_flight={requests_in_flight}; give 1 up to {MAX_REQUESTS_IN_FLIGHT}")
-    engines, tensor_parallel = _count("engines", engines), _count("tensor_parallel", tensor_parallel)
+    engines = None if engines is None else _count("engines", engines)
+    tensor_parallel = _count("tensor_parallel", tensor_parallel)
     for name, value in (("tensor_parallel", tensor_parallel), ("requests_in_flight", requests_in_flight)):
         if engine == "transformers" and value != 1:
             raise ValueError(f"{name}={value} is for engine='sglang'; engine='transformers' takes one GPU, one prompt")
     shard_bytes = _count("shard_bytes", shard_bytes)
     description = describe_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
-    max_tokens = _count("max_tokens", max_tokens) or description.max_tokens
+    max_tokens = description.max_tokens if max_tokens is None else _count("max_tokens", max_tokens)
     if max_tokens > description.max_tokens:
         raise ValueError(f"max_tokens={max_tokens}; the model's context is {description.max_tokens}: give 1 up to that")
     wanted = Identity(
@@ -184,9 +176,8 @@ def build(
         report.plan_s = planned - started
         if pending:
             pool = _Pool.of(manifest, engines, num_pending=len(pending))
-            job = _capture_job(manifest, description, store, storage_options, pool.writers_each)
             of_this_run = {"trust_remote_code": trust_remote_code, "request_timeout_s": request_timeout_s}
-            job = replace(job, options=replace(job.options, **of_this_run))
+            job = _capture_job(manifest, description, store, storage_options, pool.writers_each, of_this_run)
             _capture(job, manifest, pending, pool, report, progress)
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
@@ -198,10 +189,10 @@ def build(
     return report
 
 
-def _count(name: str, value: Any) -> Any:
-    """A keyword that counts, as an int (numpy's are taken too), or None."""
+def _count(name: str, value: Any) -> int:
+    """A keyword that counts, as an int (numpy's are taken too)."""
     if value is None:
-        return None
+        raise ValueError(f"{name}=None; leave it out, or give a number")
     if not hasattr(value, "__index__") or operator.index(value) < 1:
         raise ValueError(f"{name}={value!r}; give a whole number from 1 up")
     return operator.index(value)
@@ -296,8 +287,9 @@ def _capture_job(
     store: Store,
     storage_options: Mapping[str, Any] | None,
     num_writers: int,
+    of_this_run: Mapping[str, Any],
 ) -> CaptureJob:
-    """What the dataset's identity says of the job."""
+    """The job that a dataset's identity asks for; `of_this_run`: options of the engine that are no part of it."""
     identity, plan = manifest.identity, manifest.plan
     about = {
         "format_version": "1",
@@ -317,6 +309,7 @@ def _capture_job(
         requests_in_flight=identity.requests_in_flight,
         prefill_tokens=identity.prefill_tokens,
         engine_args=identity.engine_args,
+        **of_this_run,
     )
     return CaptureJob(
         engine=identity.engine,
