@@ -132,7 +132,7 @@ class SGLangEngine(CaptureEngine):
                 if self._sglang is None:
                     self._belongings.end()
         self._places = asyncio.Semaphore(options.requests_in_flight)
-        self._answered, self._running = time.monotonic(), 0
+        self._answered, self._running, self._longest_first = time.monotonic(), 0, False
         threading.Thread(target=self._sglang.loop.run_forever, name="hsray-sglang", daemon=True).start()
         started = time.monotonic()
         try:
@@ -179,8 +179,14 @@ class SGLangEngine(CaptureEngine):
             raise
 
     async def _run_all(self, tickets: Sequence[Ticket], prompts: Sequence[np.ndarray]) -> None:
-        """Runs prompts as places in flight come free; a failure is raised once none of them is running any more."""
+        """Runs prompts as places in flight come free; a failure is raised once none of them is running any more.
+
+        Prompts of like length go together: a pass pays, in attention, for its longest prompt as many times as it has
+        prompts. One call begins with the long ones, the next with the short ones, so that they fit where they meet.
+        """
         failures: dict[int, Exception] = {}
+        self._longest_first = not self._longest_first
+        in_order = sorted(range(len(tickets)), key=lambda index: tickets[index].num_tokens, reverse=self._longest_first)
 
         async def run(index: int) -> None:
             async with self._places:
@@ -191,7 +197,7 @@ class SGLangEngine(CaptureEngine):
                 except Exception as error:  # raised below, with the prompt's number
                     failures[index] = error
 
-        await asyncio.gather(*map(run, range(len(tickets))))
+        await asyncio.gather(*map(run, in_order))
         if failures:
             first = min(failures)
             raise CaptureError.of(failures[first], prompt=first) from failures[first]
