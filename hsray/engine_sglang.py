@@ -32,7 +32,9 @@ SAFE_ARGS: dict[str, Any] = {
     "disable_radix_cache": True,  # a cached prefix is not computed again, so its rows would be missing
     "enable_mixed_chunk": False,  # adds decode rows to a prefill batch
     "disable_overlap_schedule": True,  # a reply must follow its own pass; slower with one request in flight, too
-    "disable_cuda_graph": True,  # a replayed graph runs no hooks, pads rows and reuses its buffers
+    # A replayed graph runs no hooks, pads rows and reuses its buffers. Breakable prefill graphs make short prompts one at
+    # a time 2.1 to 2.3 times as fast (0.5.16, H200, 128 to 512 tokens); many in flight are faster yet, and keep the hooks.
+    "disable_cuda_graph": True,
     "enable_two_batch_overlap": False,  # blocks run as operation lists: hooks do not fire
     "enforce_disable_flashinfer_allreduce_fusion": True,  # blocks would hand on one rank's partial sum
     "allow_auto_truncate": False,
