@@ -169,8 +169,7 @@ def build(
             manifest = _plan(manifest, dataset, store, description, trust_remote_code, storage_options)
         planned = time.monotonic()
         published = published_shards(store)
-        if manifest.state != "complete" or len(published) != manifest.plan.num_shards:
-            check_shards(manifest, published, store)
+        check_shards(manifest, published, store)
         pending = pending_shards(manifest.plan, published)
         report = _report(manifest, store)
         report.plan_s = planned - started
@@ -264,14 +263,13 @@ def _plan(
 
 @contextmanager
 def _forgotten_on_error(manifest: Manifest, store: Store) -> Iterator[None]:
-    """Leaves nothing of a dataset whose plan could not be made."""
+    """Leaves nothing of a dataset whose plan could not be made, unless another build has gone on with the folder."""
     try:
         yield
     except BaseException:
-        if manifest.plan is None:
+        if manifest.plan is None and load_manifest(store) == manifest:
             _forget_plan(store)
-            if store.exists(MANIFEST_NAME):
-                store.remove(MANIFEST_NAME)
+            store.remove(MANIFEST_NAME)
         raise
 
 
@@ -455,7 +453,7 @@ def _report(manifest: Manifest, store: Store) -> BuildReport:
 
 def _blocks(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
     """A Ray dataset's blocks, in order; an error raised in a worker is raised here as itself."""
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
     try:
         for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
@@ -463,6 +461,11 @@ def _blocks(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
                 yield block
     except RayTaskError as error:
         raise _own_error(error) from error
+    except ActorUnavailableError as error:
+        raise EngineDied(
+            f"Ray lost touch with an engine's process: its node, or Ray on it, has gone. Saying the same again resumes the "
+            f"build. Ray says: {error}"
+        ) from error
     except RayActorError as error:
         raise EngineDied(
             f"an engine's process died again and again ({RETRIES} new starts), without a word of its own; out of memory is "
@@ -508,7 +511,7 @@ def _ray_data() -> Iterator[None]:
         for name, value in wanted.items():
             setattr(context, name, value)
         context.execution_options.preserve_order = True
-        data_logger.setLevel(logging.ERROR)
+        data_logger.setLevel(logging.CRITICAL)  # what fails is raised here, without Ray's pages around it
         yield
     finally:
         for name, value in before.items():

@@ -31,7 +31,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from build import parse_bytes
+from build import parse_bytes, parse_object
 from rich.console import Console
 from rich.table import Table
 
@@ -279,7 +279,7 @@ def main() -> int:
     add("--prompts", type=int, default=300, help="rows of --dataset (default: 300)")
     add("--dtype", default="auto", help="as for build.py")
     add("--load-format", default="auto", help="dummy: random weights")
-    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="for SGLang")
+    add("--engine-args", type=parse_object, default={}, metavar="JSON", help="for SGLang")
     add("--tensor-parallel", type=int, default=1, metavar="GPUS", help="as for build.py")
     add("--requests-in-flight", type=int, default=1, help="as for build.py (default: 1)")
     add("--prefill-tokens", type=int, default=16_384, help="as for build.py (default: 16384)")

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import hsray
 from hsray.engine import CaptureError
@@ -22,6 +23,19 @@ def parse_bytes(text: str) -> int:
     if not match or match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write for example 256MiB")
     return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """A JSON object; errors do not repeat it, since it may hold credentials."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"this is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(
+            f'a JSON {type(value).__name__}; an object is wanted, for example {{"name": 1}}'
+        )
+    return value
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -60,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--engine-args",
-        type=json.loads,
+        type=parse_object,
         metavar="JSON",
         help='arguments for the engine itself, such as \'{"attention_backend": "triton"}\'',
     )
@@ -107,7 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--storage-options",
-        type=json.loads,
+        type=parse_object,
         metavar="JSON",
         help="for the filesystem of --dataset and --out; never stored",
     )
@@ -128,6 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, CaptureError, RayError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: saying the same again resumes the build", file=sys.stderr)
+        return 130
     return 0
 
 

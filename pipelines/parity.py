@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from build import parse_object
 from rich.console import Console
 from rich.table import Table
 
@@ -310,7 +311,7 @@ def main() -> int:
         metavar="SWITCH",
         help="leave these of hsray's safe switches at SGLang's own defaults, to see what they are for",
     )
-    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="for SGLang")
+    add("--engine-args", type=parse_object, default={}, metavar="JSON", help="for SGLang")
     add("--json", type=Path, help="also write the errors here")
     arguments = parser.parse_args()
     for name in arguments.without:

@@ -8,7 +8,6 @@ python pipelines/soak.py --family llama --prompts 1000 --long 32768 --engine-arg
 """
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from build import parse_object
 from parity import TEXT_TOKENS, families, make_model, relative_error, states
 from rich.console import Console
 
@@ -121,7 +121,7 @@ def main() -> int:
     add("--long", type=int, default=32768, help="tokens of the long prompt (default: 32768)")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     add("--allowed", type=float, default=1e-2, help="relative error: about one bfloat16 run's own (default: 0.01)")
-    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="for SGLang")
+    add("--engine-args", type=parse_object, default={}, metavar="JSON", help="for SGLang")
     add("--folder", type=Path, help="where the dataset goes, in a temporary folder (default: the system's)")
     arguments = parser.parse_args()
     console = Console(width=160)

@@ -108,6 +108,11 @@ def test_a_build_killed_again_and_again_equals_an_undisturbed_one_and_makes_no_s
         assert inodes.items() >= published.items(), "a published shard was written again"
         published = inodes
         kills.append(len(published))
+    driver = subprocess.Popen(command(out), env=environment, stderr=subprocess.PIPE, text=True)
+    wait_for(driver, out, len(published) + 1, 10 * duration_s)
+    driver.send_signal(signal.SIGINT)
+    assert driver.communicate()[1].splitlines()[-1] == "interrupted: saying the same again resumes the build"
+    assert driver.returncode == 130
     subprocess.run(command(out), env=environment, check=True)
     assert {path.name: path.stat().st_ino for path in out.glob("shards/*")}.items() >= published.items()
     assert files_of(out) == whole
@@ -165,6 +170,9 @@ def test_a_shard_of_another_dataset_or_a_damaged_one_is_refused_and_restored_onc
     build_tiny(tiny_llama, unique_prompts(5, longest=50, seed=1), tmp_path / "other")
     build_tiny(tiny_llama, rows, tmp_path / "other layer", layers=[1])
     whole, shard = files_of(out), out / "shards/000000.parquet"
+    shard.write_bytes(bytes(len(whole["shards/000000.parquet"])))
+    with pytest.raises(ValueError, match="is damaged"):  # complete, and every file of its size
+        build_tiny(tiny_llama, rows, out)
     manifest = load_manifest(Store(out))
     replace(manifest, state="building", shard_file_bytes=None).save(Store(out))
     bad = [
