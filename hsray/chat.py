@@ -1,52 +1,175 @@
-"""Messages to `(input_ids, loss_mask)`, masked as they are rendered.
+"""Conversations to text with what of it is trained on, and such text to `(input_ids, loss_mask)`.
 
-The loss mask marks the tokens of each assistant turn: those that cover text between the render up to that turn, with
-the generation prompt, and the render including it (the render-boundary method). Both renders must be prefixes of the
-whole conversation's text; a template that rewrites history breaks that, and is refused rather than masked wrongly.
+A template with ``{% generation %}`` tags says itself what the assistant wrote, and is taken at its word. With any other,
+an assistant turn is what stands between the render up to it, with the generation prompt, and the render through it (the
+render-boundary method). Both must be prefixes of the whole conversation's text: a template that rewrites history (drops
+earlier reasoning, moves the system prompt) breaks that, and the conversation is then refused or split, never masked
+wrongly. Nothing of a trained turn may be left out by the template: its reasoning, its tool calls, the tools on offer.
+
+Shapes: T tokens of a prompt.
 """
 
-import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 
+#: In characters: where something starts and stops.
+Span = tuple[int, int]
 
-def tokenize_chat(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-    """Renders a conversation with the model's chat template.
+#: A template's own word for what the assistant wrote, as Transformers compiles it.
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
-    Returns:
-        `input_ids` and, of the same length, `loss_mask`: True where a token belongs to an assistant turn.
+#: What datasets and templates call an assistant's reasoning. A template is given all of them: it reads the one it knows.
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+
+#: What `hsray` itself tells a template.
+OWN_KWARGS = {"messages", "tools", "conversation", "chat_template", "add_generation_prompt", "continue_final_message"}
+OWN_KWARGS |= {"tokenize", "return_dict", "return_assistant_tokens_mask", "return_tensors", "tokenizer_kwargs"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How a conversation becomes tokens and a mask."""
+
+    template_kwargs: Mapping[str, Any]
+    """Given to the template, such as ``{"enable_thinking": False}``."""
+    train_on: Literal["all", "last"]
+    """Which of a conversation's assistant messages are trained on."""
+    rewritten_history: Literal["error", "split"]
+    """Of a conversation whose earlier turns the template renders otherwise once later ones follow: an error, or one prompt
+    for each assistant message that is trained on, which ends with it and trains it alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendered:
+    """A text to tokenise."""
+
+    text: str
+    spans: tuple[Span, ...] | None
+    """What is trained on, ascending; None for every token, the tokenizer's own too."""
+    add_special_tokens: bool
+    """Whether the tokenizer adds its own; a chat template writes them itself, BOS too."""
+    turn: int | None = None
+    """The message that it ends with, where its conversation was split."""
+
+
+class _RewrittenHistory(ValueError):
+    """A template's earlier turns depend on later ones."""
+
+
+def render_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | str | None = None,
+    options: ChatOptions,
+) -> list[Rendered]:
+    """Renders a conversation with the tokenizer's chat template: to one text, or several if it had to be split.
+
+    Args:
+        messages: As OpenAI writes them: ``role``, ``content`` (a text, or parts of type ``text``), ``tool_calls``,
+            ``reasoning_content``; an assistant's ``weight`` of 0 takes it out of the training.
+        tools: The functions on offer, as JSON schemas or as their JSON text.
 
     Raises:
-        ValueError: no template, a malformed message, or a template whose earlier turns depend on later ones.
+        ValueError: no template, a malformed message, a template that leaves something out or whose earlier turns depend
+            on later ones.
     """
     if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template; give 'text' or 'input_ids' rows, or another model")
-    _check_messages(messages)
-    text = _render(tokenizer, messages, generation_prompt=False)
-    spans = [
-        _turn_span(tokenizer, text, messages, turn)
-        for turn, message in enumerate(messages)
-        if message["role"] == "assistant"
-    ]
-    # The template writes the special tokens, BOS too; the tokenizer must not add its own.
-    if not tokenizer.is_fast:
-        return _mask_by_prefixes(tokenizer, text, spans)
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    loss_mask = [False] * len(encoding["input_ids"])
-    for token, (first, last) in enumerate(encoding["offset_mapping"]):
-        loss_mask[token] = any(first < stop and start < last for start, stop in spans)
-    return encoding["input_ids"], loss_mask
+        raise ValueError(
+            "the tokenizer has no chat template; give chat_template=, or 'text' or 'input_ids' rows, or another model"
+        )
+    chat = _Chat(tokenizer, _normalised(messages), _parsed_tools(tools), options)
+    turns = chat.trained_turns()
+    try:
+        return [Rendered(text=chat.text, spans=chat.spans_of(turns), add_special_tokens=False)]
+    except _RewrittenHistory as error:
+        if options.rewritten_history == "error":
+            raise ValueError(
+                f"{error}; pass rewritten_history='split' (a prompt for each assistant message), train_on='last', or another "
+                "chat_template="
+            ) from error
+    pieces = []
+    for turn in turns:
+        piece = _Chat(tokenizer, chat.messages[: turn + 1], chat.tools, options)
+        try:
+            spans = piece.spans_of([turn])
+        except _RewrittenHistory as error:
+            raise ValueError(
+                f"{error}, even where the conversation ends with it: give another chat_template="
+            ) from error
+        pieces.append(Rendered(text=piece.text, spans=spans, add_special_tokens=False, turn=turn))
+    return pieces
 
 
-def tokenize_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[list[int], list[bool]]:
-    """Tokenises plain text, with the special tokens that the tokenizer itself adds; every token is trained on."""
-    input_ids = tokenizer(check_unicode(text))["input_ids"]
-    return input_ids, [True] * len(input_ids)
+def tokenize(
+    tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]
+) -> list[tuple[list[int], list[bool]] | ValueError]:
+    """Tokenises texts together: for each its ids and, of the same length, its mask, or why there is none.
+
+    A token is trained on if any character of it is. BOS is never doubled: where a text that the tokenizer gives one begins
+    with it already, one stays.
+    """
+    results: dict[int, tuple[list[int], list[bool]] | ValueError] = {}
+    for add_special_tokens in (False, True):
+        chosen = [at for at, item in enumerate(rendered) if item.add_special_tokens == add_special_tokens]
+        if not chosen:
+            continue
+        texts = [rendered[at].text for at in chosen]
+        encoded = tokenizer(texts, add_special_tokens=add_special_tokens, return_offsets_mapping=tokenizer.is_fast)
+        for place, at in enumerate(chosen):
+            input_ids = encoded["input_ids"][place]
+            try:
+                if rendered[at].spans is None:
+                    loss_mask = [True] * len(input_ids)
+                elif tokenizer.is_fast:
+                    loss_mask = _mask_by_offsets(encoded["offset_mapping"][place], rendered[at].spans)
+                else:
+                    loss_mask = _mask_by_prefixes(tokenizer, input_ids, rendered[at])
+            except ValueError as error:
+                results[at] = error
+                continue
+            drop_bos = add_special_tokens and input_ids[:2] == [tokenizer.bos_token_id] * 2
+            results[at] = (input_ids[drop_bos:], loss_mask[drop_bos:])
+    return [results[at] for at in range(len(rendered))]
+
+
+def tokenize_chat(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | str | None = None,
+    options: ChatOptions,
+) -> list[tuple[list[int], list[bool]]]:
+    """One conversation's prompts, `(input_ids, loss_mask)` each; raises as `render_chat` does."""
+    prompts = []
+    for result in tokenize(tokenizer, render_chat(tokenizer, messages, tools=tools, options=options)):
+        if isinstance(result, ValueError):
+            raise result
+        prompts.append(result)
+    return prompts
+
+
+def check_template_kwargs(tokenizer: "PreTrainedTokenizerBase | None", template_kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError for a keyword that the chat template does not read, as it would be ignored, or that is hsray's."""
+    own = sorted(OWN_KWARGS.intersection(template_kwargs))
+    if own:
+        raise ValueError(f"template_kwargs={own[0]!r} is what hsray itself says to the template; leave it out")
+    template = getattr(tokenizer, "chat_template", None) or ""
+    text = "\n".join(template.values()) if isinstance(template, dict) else template
+    for name in template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", text):
+            raise ValueError(f"template_kwargs: the chat template reads no {name!r}; correct it, or leave it out")
 
 
 def check_unicode(text: str) -> str:
@@ -58,62 +181,233 @@ def check_unicode(text: str) -> str:
     return text
 
 
-def _check_messages(messages: Any) -> None:
+class _Chat:
+    """One conversation and its render."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        options: ChatOptions,
+    ):
+        self.tokenizer, self.messages, self.tools, self.options = tokenizer, messages, tools, options
+        self.text = self._render(len(messages), generation_prompt=False)
+
+    def trained_turns(self) -> list[int]:
+        """The messages to train on."""
+        turns = [turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if self.options.train_on == "last":
+            turns = turns[-1:]
+        return [turn for turn in turns if self.messages[turn].get("weight") != 0]
+
+    def spans_of(self, turns: Sequence[int]) -> tuple[Span, ...]:
+        """Where these assistant turns stand in the text."""
+        template = self.tokenizer.get_chat_template(tools=self.tools)
+        if GENERATION_TAG.search(template):
+            spans = self._tagged_spans(template, turns)
+        else:
+            spans = tuple(self._turn_span(turn) for turn in turns)
+        self._check_nothing_left_out(turns)
+        return spans
+
+    def _render(self, num_messages: int, *, generation_prompt: bool) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                self.messages[:num_messages],
+                tools=self.tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self.options.template_kwargs,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            raise ValueError(
+                f"the chat template refuses the conversation's first {num_messages} messages: {error}"
+            ) from error
+        return check_unicode(text)
+
+    def _tagged_spans(self, template: str, turns: Sequence[int]) -> tuple[Span, ...]:
+        spans = self._tags(template, len(self.messages))
+        if len(turns) == sum(message["role"] == "assistant" for message in self.messages):
+            return spans
+        # What a message adds to the count of tagged spans is its own.
+        counts = {n: len(self._tags(template, n)) for turn in turns for n in (turn, turn + 1)}
+        return tuple(span for turn in turns for span in spans[counts[turn] : counts[turn + 1]])
+
+    def _tags(self, template: str, num_messages: int) -> tuple[Span, ...]:
+        """What the template's generation tags enclose in the render of the first messages."""
+        if num_messages == 0:
+            return ()
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        [text], [spans] = render_jinja_template(
+            [self.messages[:num_messages]],
+            tools=self.tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **self.options.template_kwargs},
+        )
+        if num_messages == len(self.messages) and text != self.text:
+            raise ValueError(
+                "the tokenizer renders the conversation otherwise than its template says, so the template's generation tags "
+                "do not say where the assistant's turns are; give another chat_template="
+            )
+        return tuple((start, stop) for start, stop in spans if start < stop)
+
+    def _turn_span(self, turn: int) -> Span:
+        if turn == 0:
+            raise ValueError(
+                "message 0 is the assistant's: what the template writes before it cannot be told from it; begin with a "
+                "system or user message"
+            )
+        before = self._render(turn, generation_prompt=True)
+        self._check_prefix(before, turn)
+        through = self.text
+        if turn + 1 < len(self.messages):
+            through = self._render(turn + 1, generation_prompt=False)
+        eos = self.tokenizer.eos_token
+        if eos and through.endswith(eos) and self._closes_with(eos, turn, before):
+            through = through.removesuffix(eos)
+        self._check_prefix(through, turn)
+        return len(before), len(through)
+
+    def _closes_with(self, eos: str, turn: int, before: str) -> bool:
+        """Whether the template ends a conversation with EOS whoever spoke last, as Phi-3's does: it is no part of a turn."""
+        alone = self._render(turn, generation_prompt=False)
+        return alone.endswith(eos) and not before.startswith(alone)
+
+    def _check_prefix(self, part: str, turn: int) -> None:
+        if self.text.startswith(part):
+            return
+        alone, within = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (part, self.text))
+        at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, within, strict=False)))
+        shown = [
+            repr(self.tokenizer.decode(ids[at : at + 1])) if at < len(ids) else "the end" for ids in (alone, within)
+        ]
+        after = self.tokenizer.decode(within[max(0, at - 8) : at])
+        raise _RewrittenHistory(
+            f"the chat template renders what comes up to message {turn} (assistant) otherwise within the whole "
+            f"conversation: token {at} is {shown[0]} alone and {shown[1]} within, after {after!r}"
+        )
+
+    def _check_nothing_left_out(self, turns: Sequence[int]) -> None:
+        for tool in self.tools or []:
+            name = tool.get("function", tool).get("name")
+            if isinstance(name, str) and name not in self.text:
+                raise ValueError(
+                    f"the chat template leaves out the tool {name!r}; give a chat_template= that writes tools"
+                )
+        for turn in turns:
+            message = self.messages[turn]
+            reasoning = message.get(REASONING_NAMES[0], "").strip()
+            if reasoning not in self.text:
+                raise _RewrittenHistory(f"the chat template leaves out the reasoning of message {turn} (assistant)")
+            for call in message.get("tool_calls", ()):
+                if call["function"]["name"] not in self.text:
+                    raise ValueError(
+                        f"the chat template leaves out message {turn}'s call of {call['function']['name']!r}; give a "
+                        "chat_template= that writes tool calls"
+                    )
+
+
+def _normalised(messages: Any) -> list[dict[str, Any]]:
+    """Messages as templates expect them: texts as contents, objects as arguments, and nothing that is null."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError("'messages' must be a list of at least one {'role': .., 'content': ..}")
-    for turn, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {turn} must be an object with a 'role'; found {message!r:.80}")
-        if not isinstance(message.get("content"), str):
-            raise ValueError(f"message {turn} ({message['role']}) must have a text as its 'content'")
+    return [_normalised_message(turn, message) for turn, message in enumerate(messages)]
 
 
-def _turn_span(
-    tokenizer: "PreTrainedTokenizerBase", text: str, messages: Sequence[Message], turn: int
-) -> tuple[int, int]:
-    """Where an assistant turn starts and stops in the conversation's text, in characters."""
-    if turn == 0:
-        raise ValueError(
-            "message 0 is the assistant's: what the template writes before it cannot be told from it; begin with a "
-            "system or user message"
-        )
-    before = _render(tokenizer, messages[:turn], generation_prompt=True)
-    through = _render(tokenizer, messages[: turn + 1], generation_prompt=False)
-    for part in (before, through):
-        if not text.startswith(part):
-            at = len(os.path.commonprefix([text, part]))
-            raise ValueError(
-                f"the chat template renders what comes up to message {turn} (assistant) otherwise within the whole "
-                f"conversation, from character {at} on ({part[at : at + 40]!r} alone, {text[at : at + 40]!r} within), so "
-                "the turn's loss mask is not defined; split the conversation into one row for each assistant turn, or "
-                "give 'input_ids' with 'loss_mask'"
-            )
-    return len(before), len(through)
+def _normalised_message(turn: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"message {turn} must be an object with a 'role'; found {message!r:.80}")
+    place = f"message {turn} ({message['role']})"
+    # Columns of a table have nulls where JSON has no key, and templates ask for keys.
+    normalised = {name: value for name, value in message.items() if value is not None}
+    if "tool_calls" in normalised:
+        normalised["tool_calls"] = _tool_calls(normalised["tool_calls"], place)
+        if not normalised["tool_calls"]:
+            del normalised["tool_calls"]
+    normalised["content"] = _content(normalised.get("content", "" if "tool_calls" in normalised else None), place)
+    if normalised.get("weight", 1) not in (0, 1):
+        raise ValueError(f"{place} has weight {normalised['weight']!r}; wanted 0 (not trained on) or 1")
+    named = [name for name in REASONING_NAMES if normalised.get(name) not in (None, "")]
+    for name in named:
+        if normalised[name] != normalised[named[0]] or not isinstance(normalised[name], str):
+            raise ValueError(f"{place}: its {name!r} must be a text, and the only one of {', '.join(REASONING_NAMES)}")
+    if named:
+        normalised.update(dict.fromkeys(REASONING_NAMES, normalised[named[0]]))
+    return normalised
 
 
-def _render(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], *, generation_prompt: bool) -> str:
-    try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
-    except Exception as error:  # a template is a program: it may raise anything
-        raise ValueError(
-            f"the chat template refuses the conversation's first {len(messages)} messages: {error}"
-        ) from error
-    return check_unicode(text)
+def _content(content: Any, place: str) -> str:
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                raise ValueError(f"{place} has a content part of type {kind!r}; only 'text' parts become tokens")
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"{place} must have a text, or parts of type 'text', as its 'content'")
+    return content
 
 
-def _mask_by_prefixes(
-    tokenizer: "PreTrainedTokenizerBase", text: str, spans: Sequence[tuple[int, int]]
-) -> tuple[list[int], list[bool]]:
+def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, as serving engines give them to templates; OpenAI's are JSON texts."""
+    if not isinstance(calls, list):
+        raise ValueError(f"{place}: its 'tool_calls' must be a list; found {type(calls).__name__}")
+    normalised = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{place}: a tool call must have a 'function' with a 'name'; found {call!r:.80}")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{place}: the arguments of its call of {function['name']!r} are not JSON: {error}"
+                ) from None
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"{place}: the arguments of its call of {function['name']!r} must be an object")
+        rest = {name: value for name, value in call.items() if value is not None} if "function" in call else {}
+        normalised.append({"type": "function", **rest, "function": {**function, "arguments": arguments}})
+    return normalised
+
+
+def _parsed_tools(tools: Any) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"'tools' is a text but not JSON: {error}") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("'tools' must be a list of JSON schemas")
+    return tools
+
+
+def _mask_by_offsets(offsets: Sequence[Span], spans: Iterable[Span]) -> list[bool]:
+    bounds_T2 = np.asarray(offsets, np.int64).reshape(-1, 2)
+    mask_T = np.zeros(len(bounds_T2), bool)
+    for start, stop in spans:
+        mask_T |= (bounds_T2[:, 0] < stop) & (bounds_T2[:, 1] > start)
+    return mask_T.tolist()
+
+
+def _mask_by_prefixes(tokenizer: "PreTrainedTokenizerBase", input_ids: list[int], rendered: Rendered) -> list[bool]:
     """The mask of a tokenizer that cannot say which characters a token covers: boundaries must be token boundaries."""
-    input_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     loss_mask = [False] * len(input_ids)
-    for span in spans:
-        parts = [tokenizer(text[:end], add_special_tokens=False)["input_ids"] for end in span]
+    for span in rendered.spans:
+        parts = [
+            tokenizer(rendered.text[:end], add_special_tokens=rendered.add_special_tokens)["input_ids"] for end in span
+        ]
         if any(input_ids[: len(part)] != part for part in parts):
             raise ValueError(
-                f"a token runs across the boundary of the assistant turn at characters {span[0]}..{span[1]}, and this "
+                f"a token runs across the boundary of what is trained on, characters {span[0]}..{span[1]}, and this "
                 "tokenizer cannot say which; give 'input_ids' with 'loss_mask'"
             )
         start, stop = map(len, parts)
         loss_mask[start:stop] = [True] * (stop - start)
-    return input_ids, loss_mask
+    return loss_mask

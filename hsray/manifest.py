@@ -53,16 +53,19 @@ class Identity:
     compression: str
     max_tokens: int
     too_long: str
+    prompt_options: Mapping[str, Any]
+    """The other keywords that decide what becomes of a row; the chat template is in `tokenizer_digest`."""
     prompts_digest: str | None
     """None until the plan is written."""
     plan_digest: str | None
 
     def __post_init__(self) -> None:
-        # As it reads back from JSON, so that asking in the same words finds the same identity.
-        try:
-            object.__setattr__(self, "engine_args", json.loads(json.dumps(self.engine_args)))
-        except TypeError as error:
-            raise ValueError(f"engine_args={self.engine_args!r} must be what JSON can hold: {error}") from error
+        # As they read back from JSON, so that asking in the same words finds the same identity.
+        for name in ("engine_args", "prompt_options"):
+            try:
+                object.__setattr__(self, name, json.loads(json.dumps(getattr(self, name))))
+            except TypeError as error:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be what JSON can hold: {error}") from error
 
     @property
     def digest(self) -> str:
@@ -130,12 +133,14 @@ def check_identity(stored: Identity, wanted: Identity, store: Store) -> None:
 
 def identity_differences(stored: Identity, wanted: Identity) -> list[str]:
     """A line for each difference; what the request does not know yet (the plan) is not compared."""
-    differences = []
-    for item in fields(Identity):
-        there, here = getattr(stored, item.name), getattr(wanted, item.name)
-        if here is not None and there is not None and there != here:
-            differences.append(f"  {item.name}: the dataset has {there!r}, this build asks for {here!r}")
-    return differences
+    pairs = {item.name: (getattr(stored, item.name), getattr(wanted, item.name)) for item in fields(Identity)}
+    there, here = pairs.pop("prompt_options")  # each is a keyword of its own to whoever asks
+    pairs |= {name: (there.get(name), here.get(name)) for name in sorted({*there, *here})}
+    return [
+        f"  {name}: the dataset has {there!r}, this build asks for {here!r}"
+        for name, (there, here) in pairs.items()
+        if here is not None and there is not None and there != here
+    ]
 
 
 def published_shards(store: Store) -> dict[int, int]:

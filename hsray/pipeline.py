@@ -6,12 +6,12 @@ and a task that Ray retries skips what is already there, so a shard is never los
 """
 
 import logging
-import operator
 import os
+import sys
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 
 import hsray
-from hsray.engine import MAX_REQUESTS_IN_FLIGHT, EngineDied, EngineName, EngineOptions, check_engine_args
-from hsray.layers import LayersSpec, resolve_layers
+from hsray.engine import EngineName, EngineOptions
+from hsray.layers import LayersSpec
 from hsray.manifest import NAME as MANIFEST_NAME
 from hsray.manifest import (
     Identity,
@@ -36,12 +36,15 @@ from hsray.manifest import (
     pending_shards,
     published_shards,
 )
-from hsray.model import DTYPE_BYTES, ModelDescription, describe_model, load_tokenizer, tokenizer_digest
-from hsray.plan import DROPPED_NAME, PlanFile, PlanOptions, digest_rows, read_plan_file, write_plan
-from hsray.prompts import PromptOptions, read_rows, tokenize_rows
+from hsray.model import ModelDescription
+from hsray.plan import DROPPED_NAME, Plan, PlanFile, digest_rows, read_plan_file, write_plan
 from hsray.prompts import digest_rows as digest_dataset
+from hsray.prompts import tokenize_rows
+from hsray.raydata import RETRIES, blocks_of, ray_data
 from hsray.report import BuildReport, Receipt
-from hsray.shard import codec, shard_schema
+from hsray.request import Request, settle
+from hsray.shard import shard_schema
+from hsray.sources import read_rows
 from hsray.store import Store
 from hsray.worker import CaptureJob, CaptureWorker
 
@@ -53,12 +56,6 @@ logger = logging.getLogger(__name__)
 #: Shards that an actor writes at one time, while it captures another: one core writes about 1 GB/s, and a GPU's engine
 #: may make more. Without a GPU the cores are the engine's, and it makes less.
 GPU_WRITERS, CPU_WRITERS = 2, 1
-
-#: How often an actor that dies is started again, and its tasks with it; Ray Data itself would do so for ever.
-RETRIES = 2
-
-#: Ray Data writes its own advice into a worker's exception, from here on.
-RAY_ADVICE = "\nFailed to apply UDF transform after"
 
 
 def build(
@@ -74,8 +71,16 @@ def build(
     requests_in_flight: int = 1,
     prefill_tokens: int = 16_384,
     dtype: str = "auto",
+    columns: Mapping[str, str] | None = None,
+    chat_template: str | Path | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    train_on: Literal["all", "last"] = "all",
+    rewritten_history: Literal["error", "split"] = "error",
+    untrained: Literal["error", "drop", "keep"] = "error",
     max_tokens: int | None = None,
-    too_long: Literal["error", "drop"] = "error",
+    too_long: Literal["error", "drop", "truncate"] = "error",
+    duplicates: Literal["keep", "drop"] = "keep",
+    sort: Literal["input", "length"] = "input",
     shard_bytes: int = 256 << 20,
     compression: str = "none",
     request_timeout_s: float = 1800.0,
@@ -86,9 +91,9 @@ def build(
     """Builds a dataset of a model's hidden states for every token of every prompt, or resumes one.
 
     Args:
-        dataset: JSONL or Parquet files (paths, globs, lists of them), a list of dicts, or a ``ray.data.Dataset``.
-            A row has ``messages`` (rendered by the model's chat template), ``text``, or ``input_ids`` (with
-            ``loss_mask`` if wanted), and may have an ``id``.
+        dataset: JSONL, JSON, Parquet or Arrow files (paths, globs, lists of them, on any fsspec target), a folder of
+            ``datasets.save_to_disk``, a list of dicts, a ``datasets.Dataset`` or a ``ray.data.Dataset``. `hsray.shapes`
+            lists the shapes of row; the first row's is the dataset's. A row may have an ``id``.
         model: A local folder or a hub name, readable by every node.
         layers: What to keep of each token: block outputs ``0..N-1`` (negative counts from the end), ``"embed"``,
             ``"final"``, or a preset, ``"eagle3"`` or ``"speculators-v1"``; see `hsray.layers`.
@@ -103,8 +108,20 @@ def build(
         prefill_tokens: Tokens at which such a pass takes no more prompts.
         dtype: What the engine computes in and the states are stored in: ``"auto"`` (the checkpoint's),
             ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        columns: What the rows call a shape's columns, where not by their own names, and their ids:
+            ``{"question": "query", "answer": "reply", "id": "uuid"}``.
+        chat_template: A file with a Jinja template in place of the tokenizer's own.
+        template_kwargs: What the template is told besides, such as ``{"enable_thinking": False}``.
+        train_on: The assistant messages that the loss mask marks: ``"all"``, or the ``"last"`` of each conversation.
+        rewritten_history: What to do about a conversation whose earlier turns the template renders otherwise once later
+            ones follow (most drop old reasoning): ``"error"``, or ``"split"`` it into a prompt for each assistant message.
+        untrained: What to do about a prompt of which no token is trained on: ``"error"``, ``"drop"`` or ``"keep"``.
         max_tokens: The longest prompt allowed; by default the model's context.
-        too_long: What to do about a longer one: ``"error"``, or ``"drop"`` (counted, listed in ``dropped.parquet``).
+        too_long: What to do about a longer one: ``"error"``, ``"drop"``, or ``"truncate"`` (its end is cut off, and it is
+            dropped if nothing that is trained on is left).
+        duplicates: What to do about a prompt with the tokens and mask of an earlier one: ``"keep"`` or ``"drop"``. Whatever
+            is dropped is counted, and listed in ``dropped.parquet`` with its reason.
+        sort: The order of the prompts: the ``"input"``'s, or by ``"length"``, the longest first.
         shard_bytes: States in one shard, about; an engine's host holds up to three of them (four with several requests
             in flight).
         compression: Of the shards: ``"none"``, or ``"zstd:1"`` (any level up to 22).
@@ -119,54 +136,38 @@ def build(
         CaptureError: the engine did not start, or gave what must not be stored.
     """
     started = time.monotonic()
-    if too_long not in ("error", "drop"):
-        raise ValueError(f"too_long={too_long!r}; wanted 'error' or 'drop'")
-    check_engine_args(engine, engine_args or {})
-    codec(compression)
-    requests_in_flight = _count("requests_in_flight", requests_in_flight)
-    prefill_tokens = _count("prefill_tokens", prefill_tokens)
-    if not isinstance(request_timeout_s, int | float) or not request_timeout_s > 0:
-        raise ValueError(f"request_timeout_s={request_timeout_s!r}; give a number of seconds above 0")
-    if requests_in_flight > MAX_REQUESTS_IN_FLIGHT:
-        raise ValueError(f"requests_in_flight={requests_in_flight}; give 1 up to {MAX_REQUESTS_IN_FLIGHT}")
-    engines = None if engines is None else _count("engines", engines)
-    tensor_parallel = _count("tensor_parallel", tensor_parallel)
-    for name, value in (("tensor_parallel", tensor_parallel), ("requests_in_flight", requests_in_flight)):
-        if engine == "transformers" and value != 1:
-            raise ValueError(f"{name}={value} is for engine='sglang'; engine='transformers' takes one GPU, one prompt")
-    shard_bytes = _count("shard_bytes", shard_bytes)
-    description = describe_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
-    max_tokens = description.max_tokens if max_tokens is None else _count("max_tokens", max_tokens)
-    if max_tokens > description.max_tokens:
-        raise ValueError(f"max_tokens={max_tokens}; the model's context is {description.max_tokens}: give 1 up to that")
-    wanted = Identity(
-        model=description.model,
-        config_digest=description.config_digest,
-        weights_digest=description.weights_digest,
-        tokenizer_digest=tokenizer_digest(load_tokenizer(model, trust_remote_code=trust_remote_code)),
-        num_layers=description.num_layers,
-        hidden_size=description.hidden_size,
-        layers=resolve_layers(layers, num_layers=description.num_layers),
-        dtype=description.dtype,
+    request = settle(
+        model=model,
+        layers=layers,
         engine=engine,
-        engine_args=dict(engine_args or {}),
+        engine_args=engine_args,
         tensor_parallel=tensor_parallel,
+        engines=engines,
         requests_in_flight=requests_in_flight,
         prefill_tokens=prefill_tokens,
-        shard_bytes=shard_bytes,
-        compression=compression,
+        dtype=dtype,
+        columns=columns,
+        chat_template=chat_template,
+        template_kwargs=template_kwargs,
+        train_on=train_on,
+        rewritten_history=rewritten_history,
+        untrained=untrained,
         max_tokens=max_tokens,
         too_long=too_long,
-        prompts_digest=None,
-        plan_digest=None,
+        duplicates=duplicates,
+        sort=sort,
+        shard_bytes=shard_bytes,
+        compression=compression,
+        request_timeout_s=request_timeout_s,
+        trust_remote_code=trust_remote_code,
     )
     store = Store(out, storage_options)
     if store.is_private:
         raise ValueError(f"out={store.url!r} is memory of this process alone; give a folder, or an object store")
-    manifest = _open_dataset(store, wanted)
-    with _ray_data():
+    manifest = _open_dataset(store, request.identity)
+    with ray_data():
         with _forgotten_on_error(manifest, store):
-            manifest = _plan(manifest, dataset, store, description, trust_remote_code, storage_options)
+            manifest = _plan(manifest, dataset, store, request, storage_options, progress)
         planned = time.monotonic()
         published = published_shards(store)
         check_shards(manifest, published, store)
@@ -174,9 +175,9 @@ def build(
         report = _report(manifest, store)
         report.plan_s = planned - started
         if pending:
-            pool = _Pool.of(manifest, engines, num_pending=len(pending))
+            pool = Pool.of(manifest.identity, request.engines, num_pending=len(pending))
             of_this_run = {"trust_remote_code": trust_remote_code, "request_timeout_s": request_timeout_s}
-            job = _capture_job(manifest, description, store, storage_options, pool.writers_each, of_this_run)
+            job = _capture_job(manifest, request.model, store, storage_options, pool.writers_each, of_this_run)
             _capture(job, manifest, pending, pool, report, progress)
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
@@ -186,15 +187,6 @@ def build(
     report.elapsed_s = time.monotonic() - started
     logger.info("%s", report)
     return report
-
-
-def _count(name: str, value: Any) -> int:
-    """A keyword that counts, as an int (numpy's are taken too)."""
-    if value is None:
-        raise ValueError(f"{name}=None; leave it out, or give a number")
-    if not hasattr(value, "__index__") or operator.index(value) < 1:
-        raise ValueError(f"{name}={value!r}; give a whole number from 1 up")
-    return operator.index(value)
 
 
 def _open_dataset(store: Store, wanted: Identity) -> Manifest:
@@ -225,40 +217,41 @@ def _plan(
     manifest: Manifest,
     dataset: Any,
     store: Store,
-    model: ModelDescription,
-    trust_remote_code: bool,
+    request: Request,
     storage_options: Mapping[str, Any] | None,
+    progress: bool,
 ) -> Manifest:
     """Writes the plan, or, where there is one, checks that the dataset is still the planned one."""
     rows = read_rows(dataset, storage_options=storage_options)
     identity = manifest.identity
     if manifest.plan is not None:
-        with closing(_blocks(digest_dataset(rows))) as blocks:
-            digest = digest_rows(blocks)
-        check_identity(identity, replace(identity, prompts_digest=digest), store)
+        check_identity(identity, replace(identity, prompts_digest=digest_of(rows)), store)
         return manifest
-    value_bytes = model.hidden_size * DTYPE_BYTES[model.dtype]
-    prompts = tokenize_rows(
-        rows,
-        PromptOptions(
-            model=model.model,
-            trust_remote_code=trust_remote_code,
-            vocab_size=model.vocab_size,
-            max_tokens=identity.max_tokens,
-            too_long=identity.too_long,
-        ),
-    )
-    options = PlanOptions(
-        bytes_per_token=len(identity.layers) * value_bytes,
-        value_bytes_per_token=value_bytes,
-        shard_bytes=identity.shard_bytes,
-        max_tokens=identity.max_tokens,
-    )
     _forget_plan(store)
-    with closing(_blocks(prompts)) as blocks:
-        manifest = manifest.with_plan(write_plan(blocks, store, options))
+    manifest = manifest.with_plan(make_plan(rows, request, store, on_shape=_say_shape if progress else None))
     manifest.save(store)
     return manifest
+
+
+def digest_of(rows: "ray.data.Dataset") -> str:
+    """The digest of a dataset's rows, in their own order."""
+    with closing(blocks_of(digest_dataset(rows))) as blocks:
+        return digest_rows(blocks)
+
+
+def make_plan(
+    rows: "ray.data.Dataset", request: Request, store: Store | None, *, on_shape: Callable[[str, str], None] | None
+) -> Plan:
+    """The plan of a dataset's rows, written if there is a store; `on_shape` is told the rows' shape and the first's place."""
+    options = request.plan_options
+    # In another order than the rows' own their digest must be taken beforehand, so that a resumed build finds the same.
+    digest = None if request.prompts.sort == "input" or store is None else digest_of(rows)
+    with closing(blocks_of(tokenize_rows(rows, request.prompts))) as blocks:
+        return write_plan(blocks, store, replace(options, prompts_digest=digest, on_shape=on_shape))
+
+
+def _say_shape(shape: str, source: str) -> None:
+    print(f"{source}: a row of shape {shape!r}; every row is read as one", file=sys.stderr)
 
 
 @contextmanager
@@ -321,7 +314,7 @@ def _capture_job(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pool:
+class Pool:
     """The engine actors, as the cluster allows."""
 
     engines: int
@@ -330,13 +323,13 @@ class _Pool:
     writers_each: int
 
     @classmethod
-    def of(cls, manifest: Manifest, engines: int | None, *, num_pending: int) -> "_Pool":
+    def of(cls, identity: Identity, engines: int | None, *, num_pending: int) -> "Pool":
         """As many actors as were asked for or the GPUs allow, and no more than there are shards for."""
         import ray
 
         resources = ray.cluster_resources()
         num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-        gpus_each = manifest.identity.tensor_parallel if num_gpus else 0
+        gpus_each = identity.tensor_parallel if num_gpus else 0
         if engines is None:
             engines = max(1, num_gpus // gpus_each) if gpus_each else 1
         engines = min(engines, num_pending)
@@ -350,7 +343,7 @@ class _Pool:
 
 
 def _capture(
-    job: CaptureJob, manifest: Manifest, pending: list[int], pool: _Pool, report: BuildReport, progress: bool
+    job: CaptureJob, manifest: Manifest, pending: list[int], pool: Pool, report: BuildReport, progress: bool
 ) -> None:
     """Streams the pending shards to the engine actors, one a task, and gathers their receipts."""
     import ray.data
@@ -392,7 +385,7 @@ def _capture(
         _killed_on_error(names),
         tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="hidden states", disable=not progress) as bar,
     ):
-        for block in _blocks(receipts):
+        for block in blocks_of(receipts):
             for receipt in (Receipt(**row) for row in block.to_pylist()):
                 report.add(receipt)
                 bar.start_t = report.first_started_at  # the engine's start says nothing of the time left
@@ -448,85 +441,5 @@ def _report(manifest: Manifest, store: Store) -> BuildReport:
         shards=plan.num_shards,
         nbytes=0,
         dropped=plan.num_dropped,
+        truncated=plan.num_truncated,
     )
-
-
-def _blocks(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
-    """A Ray dataset's blocks, in order; an error raised in a worker is raised here as itself."""
-    from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
-
-    try:
-        for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-            if block.num_columns:
-                yield block
-    except RayTaskError as error:
-        raise _own_error(error) from error
-    except ActorUnavailableError as error:
-        raise EngineDied(
-            f"Ray lost touch with an engine's process: its node, or Ray on it, has gone. Saying the same again resumes the "
-            f"build. Ray says: {error}"
-        ) from error
-    except RayActorError as error:
-        raise EngineDied(
-            f"an engine's process died again and again ({RETRIES} new starts), without a word of its own; out of memory is "
-            f"the usual cause (the kernel's log says so). Ray says: {error}"
-        ) from error
-
-
-def _own_error(error: BaseException) -> BaseException:
-    """The exception that a worker raised, out of Ray's wrappings."""
-    while type(error).__module__.split(".")[0] == "ray":
-        inner = getattr(error, "cause", None) or error.__cause__
-        if inner is None:
-            break
-        error = inner
-    error.args = tuple(arg.split(RAY_ADVICE)[0] if isinstance(arg, str) else arg for arg in error.args)
-    for name in ("strerror", "filename"):  # an OSError's words are these, not its args
-        if isinstance(getattr(error, name, None), str):
-            setattr(error, name, getattr(error, name).split(RAY_ADVICE)[0])
-    return error
-
-
-@contextmanager
-def _ray_data() -> Iterator[None]:
-    """Ray, connected or started, with Ray Data quiet, patient, and keeping rows in order; restored afterwards."""
-    import ray
-    import ray.data
-
-    if not ray.is_initialized():
-        _start_ray()
-    context = ray.data.DataContext.get_current()
-    wanted = {
-        "enable_progress_bars": False,
-        "print_on_execution_start": False,
-        # A shard may take minutes, and an engine longer to load; Ray would end the build.
-        "execution_no_progress_timeout_s": -1,
-        "max_errored_blocks": 0,
-    }
-    before = {name: getattr(context, name) for name in wanted}
-    before_order = context.execution_options.preserve_order
-    data_logger = logging.getLogger("ray.data")
-    before_level = data_logger.level
-    try:
-        for name, value in wanted.items():
-            setattr(context, name, value)
-        context.execution_options.preserve_order = True
-        data_logger.setLevel(logging.CRITICAL)  # what fails is raised here, without Ray's pages around it
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(context, name, value)
-        context.execution_options.preserve_order = before_order
-        data_logger.setLevel(before_level)
-
-
-def _start_ray() -> None:
-    """Connects to the cluster that RAY_ADDRESS names or that runs here, or starts Ray, with no more words than its errors."""
-    import ray
-
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    # Ray's C++ core prints a known false alarm for every actor pool (ray-project/ray#57733).
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    # A Ray of our own has nobody to give way to, and its dashboard would take a share of the engine's cores.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)

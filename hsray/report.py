@@ -54,7 +54,9 @@ class BuildReport:
     nbytes: int
     """Of all shard files."""
     dropped: int
-    """Prompts left out by ``too_long="drop"``; listed in ``dropped.parquet``."""
+    """Prompts left out by an explicit policy; listed in ``dropped.parquet`` with their reasons."""
+    truncated: int
+    """Prompts cut by ``too_long="truncate"``."""
     new_shards: int = 0
     """Captured by this call; the others were there already."""
     new_tokens: int = 0
@@ -105,6 +107,8 @@ class BuildReport:
         ]
         if self.dropped:
             lines.append(f"{self.dropped:,} prompts dropped, listed in dropped.parquet")
+        if self.truncated:
+            lines.append(f"{self.truncated:,} prompts cut to the longest allowed")
         if not self.new_shards:
             return "\n".join([*lines, "nothing was left to build: no engine was opened"])
         lines.append(

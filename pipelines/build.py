@@ -50,7 +50,9 @@ def make_parser() -> argparse.ArgumentParser:
         required=True,
         nargs="+",
         metavar="PATH",
-        help="JSONL or Parquet files or globs; a row has 'messages', 'text' or 'input_ids' (with 'loss_mask'), and 'id'",
+        help="JSONL, JSON, Parquet or Arrow files or globs, or a folder of datasets.save_to_disk, on any fsspec target; a row has "
+        "messages, conversations, instruction and output, question and answer, prompt and completion, text, or input_ids "
+        "(with loss_mask), and may have an id",
     )
     add("--model", required=True, help="a local folder or a hub name that every node can read")
     add(
@@ -98,12 +100,58 @@ def make_parser() -> argparse.ArgumentParser:
         choices=["auto", "bfloat16", "float16", "float32"],
         help="what the engine computes in and the states are stored in; auto is the checkpoint's own",
     )
+    add(
+        "--columns",
+        type=json.loads,
+        metavar="JSON",
+        help="what the rows call such a column, where not by its own name: "
+        '\'{"question": "query", "answer": "reply", "id": "uuid"}\'',
+    )
+    add("--chat-template", metavar="PATH", help="a file with a Jinja template in place of the tokenizer's own")
+    add(
+        "--template-kwargs",
+        type=json.loads,
+        metavar="JSON",
+        help="what the template is told besides, such as '{\"enable_thinking\": false}'",
+    )
+    add(
+        "--train-on",
+        default="all",
+        choices=["all", "last"],
+        help="the assistant messages that the loss mask marks: all, or the last of each conversation",
+    )
+    add(
+        "--rewritten-history",
+        default="error",
+        choices=["error", "split"],
+        help="a conversation whose earlier turns the template renders otherwise once later ones follow (most drop old reasoning) "
+        "ends the build, or is split into a prompt for each assistant message",
+    )
+    add(
+        "--untrained",
+        default="error",
+        choices=["error", "drop", "keep"],
+        help="what becomes of a prompt of which no token is trained on",
+    )
     add("--max-tokens", type=int, help="the longest prompt allowed; by default the model's context")
     add(
         "--too-long",
         default="error",
-        choices=["error", "drop"],
-        help="a longer prompt ends the build, or is dropped, counted and listed in dropped.parquet",
+        choices=["error", "drop", "truncate"],
+        help="a longer prompt ends the build, is dropped, or loses its end (and is dropped if nothing trained on is left)",
+    )
+    add(
+        "--duplicates",
+        default="keep",
+        choices=["keep", "drop"],
+        help="what becomes of a prompt with the tokens and mask of an earlier one; whatever is dropped is counted, and listed in "
+        "dropped.parquet with its reason",
+    )
+    add(
+        "--sort",
+        default="input",
+        choices=["input", "length"],
+        help="the order of the prompts: the input's, or by length, the longest first",
     )
     add(
         "--shard-bytes",

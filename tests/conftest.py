@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from pipelines.demo_model import prepare_demo_model
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 
+# How long an example takes says more of who else uses the machine.
+hypothesis.settings.register_profile("hsray", deadline=None)
+hypothesis.settings.load_profile("hsray")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="how often the resume test kills its build (default: 3)")
@@ -25,6 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="transformers",
         choices=["transformers", "sglang"],
         help="the engine of the builds that the resume test kills (default: transformers, which starts faster)",
+    )
+    parser.addoption(
+        "--conversations",
+        type=Path,
+        help="a JSONL file of conversations, or of questions and answers, on which masks are compared with Transformers'",
     )
 
 

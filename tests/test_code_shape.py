@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hsray
+from hsray.request import CHOICES
 from pipelines.build import main, make_parser, parse_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -19,12 +20,16 @@ ORDER = [
     "layers",
     "model",
     "chat",
+    "shapes",
+    "sources",
     "prompts",
     "store",
     "plan",
     "shard",
     "manifest",
     "engine",
+    "request",
+    "raydata",
     "engine_transformers",
     "canary",
     "staging",
@@ -91,7 +96,7 @@ def test_imports_between_our_modules_point_one_way(name):
 
 def test_only_the_pipeline_and_the_prompt_stage_know_ray():
     users = {name for name, tree in MODULES.items() if "ray" in packages_of(tree, everywhere=True)}
-    assert users == {"pipeline", "prompts"}
+    assert users == {"raydata", "pipeline", "sources", "prompts"}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -144,9 +149,10 @@ def test_a_flag_left_out_is_a_keyword_left_out(name):
 
 
 def test_choices_are_those_of_the_function():
-    for name in ("engine", "too_long"):
+    for name in ("engine", *CHOICES):
         literal = inspect.get_annotations(hsray.build, eval_str=False)[name]
         assert list(ACTIONS[name].choices) == list(literal.__args__)
+        assert name == "engine" or literal.__args__ == CHOICES[name]
 
 
 def test_help_explains_every_flag(capsys, monkeypatch):
@@ -171,6 +177,7 @@ REQUIRED = ["--model", "m", "--dataset", "a.jsonl", "b/*.jsonl", "--out", "o"]
         (["--layers", "0", "--shard-bytes", "1.5GB"], "shard_bytes", 1_500_000_000),
         (["--layers", "0", "--engine-args", '{"seed": 2}'], "engine_args", {"seed": 2}),
         (["--layers", "0", "--tensor-parallel", "2"], "tensor_parallel", 2),
+        (["--layers", "0", "--columns", '{"id": "uuid"}'], "columns", {"id": "uuid"}),
         (["--layers", "0", "--no-progress"], "progress", False),
         (["--layers", "0"], "progress", True),
         (["--layers", "0", "--trust-remote-code"], "trust_remote_code", True),

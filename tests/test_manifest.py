@@ -40,6 +40,7 @@ IDENTITY = Identity(
     shard_bytes=1 << 20,
     max_tokens=4096,
     too_long="error",
+    prompt_options={"columns": {"id": "uuid"}, "train_on": "all"},
     prompts_digest=None,
     plan_digest=None,
 )
@@ -52,6 +53,7 @@ PLAN = Plan(
     shard_tokens=(40, 30, 10),
     longest_prompt=20,
     num_dropped=1,
+    num_truncated=2,
     prompts_digest="p0",
 )
 PLANNING = Manifest(state="planning", identity=IDENTITY)
@@ -135,12 +137,13 @@ CHANGED = {
     "shard_bytes": 1 << 21,
     "max_tokens": 8192,
     "too_long": "drop",
+    "prompt_options": {"columns": {"id": "uuid"}, "train_on": "last"},
     "prompts_digest": "p1",
     "plan_digest": "q1",
 }
 
 
-@pytest.mark.parametrize("name", [item.name for item in fields(Identity)])
+@pytest.mark.parametrize("name", [item.name for item in fields(Identity) if item.name != "prompt_options"])
 def test_a_difference_is_shown_from_both_sides_and_alone(tmp_path, name):
     there, here = getattr(BUILDING.identity, name), CHANGED[name]
     with pytest.raises(ManifestError) as caught:
@@ -149,6 +152,13 @@ def test_a_difference_is_shown_from_both_sides_and_alone(tmp_path, name):
     assert str(tmp_path) in first
     assert differences == [f"  {name}: the dataset has {there!r}, this build asks for {here!r}"]
     assert "give another out=" in last
+
+
+def test_a_different_prompt_option_is_shown_by_its_own_name(tmp_path):
+    wanted = replace(BUILDING.identity, prompt_options=CHANGED["prompt_options"])
+    with pytest.raises(ManifestError) as caught:
+        check_identity(BUILDING.identity, wanted, Store(tmp_path))
+    assert str(caught.value).splitlines()[1:-1] == ["  train_on: the dataset has 'all', this build asks for 'last'"]
 
 
 def test_all_differences_are_shown_at_once(tmp_path):

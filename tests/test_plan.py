@@ -3,7 +3,9 @@
 import io
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsray import plan as plan_module
-from hsray.plan import Plan, PlanOptions, digest_rows, read_plan_file, shard_name, shard_number, write_plan
-from hsray.prompts import PROMPTS_SCHEMA, PromptError
+from hsray.plan import FirstSeen, Plan, PlanOptions, digest_rows, read_plan_file, shard_name, shard_number, write_plan
+from hsray.prompts import PROMPTS_SCHEMA
+from hsray.sources import PromptError
 from hsray.store import Store
 
 BYTES_PER_TOKEN = 10
@@ -23,7 +26,7 @@ def options_for(**changes: object) -> PlanOptions:
         "bytes_per_token": BYTES_PER_TOKEN,
         "value_bytes_per_token": 5,
         "shard_bytes": 100,
-        "max_tokens": 1000,
+        "duplicates": "keep",
     }
     return PlanOptions(**(defaults | changes))
 
@@ -33,11 +36,14 @@ def prompt(number: int, num_tokens: int = 3, **changes: object) -> dict:
     row = {
         "source": f"data.jsonl:{number + 1}",
         "row_digest": number.to_bytes(16, "big"),
+        "shape": "text",
         "prompt_id": f"p{number}",
+        "content_digest": number.to_bytes(12, "big"),
         "input_ids": [number * 1000 + position for position in range(num_tokens)],
         "loss_mask": [(number + position) % 3 == 0 for position in range(num_tokens)],
         "error": None,
-        "too_long": False,
+        "dropped": None,
+        "truncated": False,
     }
     return row | changes
 
@@ -62,7 +68,10 @@ def files_of(store: Store) -> dict[str, bytes]:
 
 
 ROWS = st.lists(st.tuples(st.integers(1, 25), st.booleans()), min_size=1, max_size=40).map(
-    lambda drawn: [prompt(i, num_tokens, too_long=i > 0 and drop) for i, (num_tokens, drop) in enumerate(drawn)]
+    lambda drawn: [
+        prompt(i, num_tokens, dropped="for a test" if i > 0 and drop else None)
+        for i, (num_tokens, drop) in enumerate(drawn)
+    ]
 )
 
 
@@ -72,7 +81,7 @@ def test_every_prompt_is_in_exactly_one_shard_in_order(rows, shard_bytes):
     plan = write_plan([block_of(rows)], store, options_for(shard_bytes=shard_bytes))
     shards = planned_shards(store, plan)
     assert [shard["shard"] for shard in shards] == list(range(plan.num_shards))
-    kept = [row for row in rows if not row["too_long"]]
+    kept = [row for row in rows if not row["dropped"]]
     for name in ("prompt_id", "input_ids", "loss_mask"):
         assert [value for shard in shards for value in shard[name]] == [row[name] for row in kept]
     assert plan.longest_prompt == max(len(row["input_ids"]) for row in kept)
@@ -157,21 +166,78 @@ def test_content_that_comes_again_without_ids_is_kept_under_ids_of_its_own(tmp_p
     assert ids == ["#d2", "#d1", "#d2-2", "#d1-2", "#d2-3", "#d1-3"]
 
 
-def test_what_the_policy_drops_is_listed_with_its_reason_and_in_no_shard(tmp_path):
-    rows = [prompt(0), prompt(1, 40, too_long=True), prompt(2), prompt(3, 50, too_long=True)]
+def test_what_a_policy_drops_is_listed_with_its_reason_and_in_no_shard(tmp_path):
+    rows = [prompt(0), prompt(1, 40, dropped="too long"), prompt(2), prompt(3, 50, dropped="untrained")]
     store = Store(tmp_path)
-    plan = write_plan([block_of(rows)], store, options_for(max_tokens=30))
+    plan = write_plan([block_of(rows[:2]), block_of(rows[2:])], store, options_for())
     assert plan.num_dropped == 2
     assert [shard["prompt_id"] for shard in planned_shards(store, plan)] == [["p0", "p2"]]
     assert pq.read_table(tmp_path / "dropped.parquet").to_pylist() == [
-        {
-            "source": f"data.jsonl:{number + 1}",
-            "prompt_id": f"p{number}",
-            "num_tokens": num_tokens,
-            "reason": f"{num_tokens} tokens, over max_tokens=30",
-        }
-        for number, num_tokens in ((1, 40), (3, 50))
+        {"source": "data.jsonl:2", "prompt_id": "p1", "num_tokens": 40, "reason": "too long"},
+        {"source": "data.jsonl:4", "prompt_id": "p3", "num_tokens": 50, "reason": "untrained"},
     ]
+
+
+@pytest.mark.parametrize("cut", range(7))
+def test_content_that_came_before_is_dropped_where_that_is_asked_for(tmp_path, cut):
+    contents = [0, 1, 0, 2, 1, 0]
+    rows = [prompt(number, content_digest=bytes([content] * 12)) for number, content in enumerate(contents)]
+    store = Store(tmp_path)
+    plan = write_plan([block_of(rows[:cut]), block_of(rows[cut:])], store, options_for(duplicates="drop"))
+    assert [prompt_id for shard in planned_shards(store, plan) for prompt_id in shard["prompt_id"]] == [
+        "p0",
+        "p1",
+        "p3",
+    ]
+    listed = pq.read_table(tmp_path / "dropped.parquet").to_pylist()
+    assert [(row["source"], row["reason"]) for row in listed] == [
+        ("data.jsonl:3", "the tokens and mask of data.jsonl:1"),
+        ("data.jsonl:5", "the tokens and mask of data.jsonl:2"),
+        ("data.jsonl:6", "the tokens and mask of data.jsonl:1"),
+    ]
+
+
+def test_truncated_prompts_are_counted(tmp_path):
+    rows = [prompt(0, truncated=True), prompt(1), prompt(2, truncated=True), prompt(3, dropped="x", truncated=True)]
+    assert write_plan([block_of(rows[:1]), block_of(rows[1:])], Store(tmp_path), options_for()).num_truncated == 2
+
+
+@pytest.mark.parametrize("cut", [2, 3])
+def test_a_row_of_another_shape_than_the_first_is_an_error_that_names_both(tmp_path, cut):
+    rows = [prompt(0), prompt(1), prompt(2, shape="messages")]
+    told = []
+    with pytest.raises(PromptError) as caught:
+        options = options_for(on_shape=lambda *shape: told.append(shape))
+        write_plan([block_of(rows[:cut]), block_of(rows[cut:])], Store(tmp_path), options)
+    assert str(caught.value).startswith(
+        "data.jsonl:3: a row of shape 'messages', where data.jsonl:1 has shape 'text'; "
+    )
+    assert told == [("text", "data.jsonl:1")]
+
+
+def test_the_prompts_of_a_split_row_count_as_one_row_in_the_digest():
+    rows = [prompt(0), prompt(1), prompt(2, row_digest=None), prompt(3)]
+    assert digest_rows([block_of(rows)]) == digest_rows([block_of([rows[0], rows[1], rows[3]])])
+
+
+def test_a_plan_made_without_a_store_is_the_one_that_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_module, "FILE_SHARDS", 2)
+    blocks = [block_of([prompt(number, 3 + number % 5) for number in range(40)])]
+    written, made = (write_plan(blocks, store, options_for()) for store in (Store(tmp_path), None))
+    assert made == replace(written, files=())
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=20), max_size=12))
+def test_a_key_that_came_before_is_found_under_its_first_number(batches):
+    seen, first, number = FirstSeen(), {}, 0
+    for batch in batches:
+        numbers = np.arange(number, number + len(batch)) * 3
+        expected = []
+        for key, own in zip(batch, numbers.tolist(), strict=True):
+            expected.append(first.get(key, -1))
+            first.setdefault(key, own)
+        assert seen.find([f"key {key}" for key in batch], numbers).tolist() == expected
+        number += len(batch)
 
 
 def test_where_nothing_is_dropped_there_is_no_list_of_it(tmp_path):
@@ -182,7 +248,7 @@ def test_where_nothing_is_dropped_there_is_no_list_of_it(tmp_path):
 @pytest.mark.parametrize(("source", "place"), [("data.jsonl:7", "data.jsonl:7"), (None, "row 6")])
 def test_the_first_row_that_cannot_be_used_is_named(tmp_path, source, place):
     rows = [prompt(number) for number in range(9)]
-    bad = {"input_ids": None, "loss_mask": None, "prompt_id": None, "too_long": None}
+    bad = {"input_ids": None, "loss_mask": None, "prompt_id": None, "content_digest": None}
     rows[6] |= {"source": source, "error": "an empty prompt", **bad}
     rows[8] |= {"error": "another fault", **bad}
     with pytest.raises(PromptError, match=f"^{place}: an empty prompt$"):
@@ -194,7 +260,7 @@ def test_the_first_row_that_cannot_be_used_is_named(tmp_path, source, place):
     [
         ([], "0 rows, 0 dropped"),
         ([block_of([])], "0 rows, 0 dropped"),
-        ([block_of([prompt(0, too_long=True)])], "1 rows, 1 dropped"),
+        ([block_of([prompt(0, dropped="too long")])], "1 rows, 1 dropped"),
     ],
 )
 def test_a_dataset_without_prompts_is_an_error(tmp_path, blocks, message):

@@ -2,6 +2,7 @@
 
 import json
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hsray.chat import tokenize_chat, tokenize_text
+from hsray.chat import tokenize_chat
 from hsray.plan import PlanOptions, write_plan
 from hsray.plan import digest_rows as digest_blocks
-from hsray.prompts import PROMPTS_SCHEMA, PromptError, PromptOptions, digest_rows, read_rows, tokenize_rows
+from hsray.prompts import PROMPTS_SCHEMA, PromptOptions, digest_rows, tokenize_rows
+from hsray.shapes import check_columns
+from hsray.sources import PromptError, read_rows
 from hsray.store import Store
+from tests.chats import assistant, chat_options, runs_of, user
 
 VOCAB_SIZE = 49152
-PLAN_OPTIONS = PlanOptions(bytes_per_token=8, value_bytes_per_token=8, shard_bytes=100, max_tokens=64)
+PLAN_OPTIONS = PlanOptions(bytes_per_token=8, value_bytes_per_token=8, shard_bytes=100, duplicates="keep")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +54,16 @@ def digest_of(dataset: Any) -> str:
 @pytest.fixture(scope="module")
 def options(demo_model: Path) -> PromptOptions:
     return PromptOptions(
-        model=str(demo_model), trust_remote_code=False, vocab_size=VOCAB_SIZE, max_tokens=64, too_long="error"
+        model=str(demo_model),
+        trust_remote_code=False,
+        chat_template=None,
+        columns={},
+        chat=chat_options(),
+        vocab_size=VOCAB_SIZE,
+        max_tokens=64,
+        too_long="error",
+        untrained="error",
+        sort="input",
     )
 
 
@@ -61,107 +74,6 @@ def prompts_of(dataset: Any, options: PromptOptions) -> list[dict]:
 def write_lines(path: Path, rows: Iterable[object]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of several blocks each, the largest first."""
-    folder = tmp_path_factory.mktemp("rows")
-    for number, count in enumerate([3000, 1, 1500, 700]):
-        write_lines(folder / f"part-{number}.jsonl", [{"id": f"{number}-{i}", "text": "x"} for i in range(count)])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[tuple[str, str]]:
-    files = sorted(folder.glob("*.jsonl"))
-    return [
-        (f"{file}:{number}", line)
-        for file in files
-        for number, line in enumerate(file.read_text().splitlines(), start=1)
-    ]
-
-
-class TestReadingRows:
-    """Every row once, in order, with the place it came from."""
-
-    def test_files_in_the_order_given(self, folder: Path, expected: list):
-        files = [folder / f"part-{number}.jsonl" for number in (3, 0, 1, 2)]
-        found = [(row["source"], row["row"]) for row in rows_of(read_rows(files))]
-        assert found == [pair for file in files for pair in expected if pair[0].startswith(f"{file}:")]
-
-    def test_a_glob_in_the_order_of_names(self, folder: Path, expected: list):
-        found = [(row["source"], row["row"]) for row in rows_of(read_rows(f"{folder}/part-*.jsonl"))]
-        assert found == expected
-
-    def test_a_path_and_a_url(self, folder: Path):
-        path = folder / "part-2.jsonl"
-        rows = rows_of(read_rows(path))
-        assert len(rows) == 1500
-        assert rows_of(read_rows(str(path))) == rows
-        assert rows_of(read_rows(f"file://{path}")) == rows
-
-    def test_blank_lines_are_no_rows_but_count_as_lines(self, tmp_path: Path):
-        path = tmp_path / "gaps.jsonl"
-        path.write_text('\n{"text": "a"}\n\n   \n\t{"text": "b"}  \r\n{"text": "c"}')
-        assert [(row["source"], row["row"]) for row in rows_of(read_rows(path))] == [
-            (f"{path}:2", '{"text": "a"}'),
-            (f"{path}:5", '{"text": "b"}'),
-            (f"{path}:6", '{"text": "c"}'),
-        ]
-
-    def test_an_empty_file_has_no_rows(self, tmp_path: Path):
-        for name in ("empty.jsonl", "void.jsonl"):
-            (tmp_path / name).write_text("")
-        full = write_lines(tmp_path / "full.jsonl", [{"text": "a"}])
-        assert rows_of(read_rows(tmp_path / "empty.jsonl")) == []
-        assert len(rows_of(read_rows([tmp_path / "empty.jsonl", full, tmp_path / "void.jsonl"]))) == 1
-        with pytest.raises(ValueError, match="names .* twice; its prompts would be doubled"):
-            read_rows([full, full])
-
-    def test_unusual_names_and_contents(self, tmp_path: Path):
-        path = write_lines(tmp_path / "a [b] ü 你.jsonl", [{"text": "naïve 🙂 \u2028 \x85 end"}])
-        [row] = rows_of(read_rows(path))
-        assert row["source"] == f"{path}:1"
-        assert json.loads(row["row"]) == {"text": "naïve 🙂 \u2028 \x85 end"}
-
-    def test_a_parquet_files_rows(self, tmp_path: Path):
-        path = tmp_path / "rows.parquet"
-        rows = [{"text": f"t{number}", "id": number} for number in range(3000)]
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=700)
-        found = rows_of(read_rows(path))
-        assert [json.loads(row["row"]) for row in found] == rows
-        assert [row["source"] for row in found] == [f"{path}: row {number}" for number in range(3000)]
-
-    def test_a_lists_dicts(self):
-        rows = [{"text": f"t{number}"} for number in range(2500)]
-        found = rows_of(read_rows(rows))
-        assert [json.loads(row["row"]) for row in found] == rows
-        assert [row["source"] for row in found] == [f"dataset[{number}]" for number in range(2500)]
-
-    def test_a_ray_datasets_rows(self):
-        import ray.data
-
-        rows = [{"input_ids": [number, 1], "id": f"r{number}"} for number in range(500)]
-        found = rows_of(read_rows(ray.data.from_items(rows, override_num_blocks=7)))
-        assert [json.loads(row["row"]) for row in found] == rows
-
-    @pytest.mark.parametrize("pattern", ["nowhere.jsonl", "*.jsonl", ""])
-    def test_a_path_that_names_no_file_is_an_error(self, tmp_path: Path, pattern: str):
-        with pytest.raises(FileNotFoundError, match="names no file; give a JSONL or Parquet file, or a glob of them"):
-            read_rows(str(tmp_path / pattern))
-
-    def test_a_file_of_an_unknown_type_is_an_error(self, tmp_path: Path):
-        (tmp_path / "rows.csv").write_text("text\na\n")
-        with pytest.raises(
-            ValueError, match=r"rows.csv' is of an unknown type; wanted .jsonl, .json \(lines\) or .parquet"
-        ):
-            read_rows(tmp_path / "*.csv")
-
-    @pytest.mark.parametrize("dataset", [7, None, {"text": "a"}, [{"text": "a"}, "b.jsonl"], [1, 2]])
-    def test_another_kind_of_dataset_is_an_error(self, dataset: Any):
-        with pytest.raises(ValueError, match=f"a dataset of type {type(dataset).__name__} is not known; wanted JSONL"):
-            read_rows(dataset)
 
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
@@ -196,22 +108,24 @@ class TestPrompts:
         assert [prompt["prompt_id"] for prompt in prompts] == [str(number) for number in range(6000)]
 
     def test_tokens_and_masks_are_those_of_the_row(self, prompts: list[dict], demo_tokenizer):
-        text, chat = tokenize_text(demo_tokenizer, "Once upon a time"), tokenize_chat(demo_tokenizer, MESSAGES)
+        [chat] = tokenize_chat(demo_tokenizer, MESSAGES, options=chat_options())
+        texts = [demo_tokenizer(text)["input_ids"] for text in ("Once upon a time", "x", "y")]
+        story, x, y = [(input_ids, [True] * len(input_ids)) for input_ids in texts]
         assert [prompt["error"] for prompt in prompts] == [None] * len(GOOD_ROWS)
         assert [(prompt["input_ids"], prompt["loss_mask"]) for prompt in prompts] == [
-            text,
+            story,
             chat,
             ([5, 6, 7], [True, True, True]),
             ([5, 6, 7], [False, True, True]),
-            text,
-            tokenize_text(demo_tokenizer, "x"),
-            tokenize_text(demo_tokenizer, "y"),
+            story,
+            x,
+            y,
             ([1], [True]),
             chat,
             ([0, VOCAB_SIZE - 1], [True, True]),
             ([1] * 64, [True] * 64),
         ]
-        assert {prompt["too_long"] for prompt in prompts} == {False}
+        assert {prompt["dropped"] for prompt in prompts} == {None}
 
     def test_a_rows_own_id_is_kept(self, prompts: list[dict]):
         assert [prompts[index]["prompt_id"] for index in (4, 5, 6)] == ["a17", "b3", "12"]
@@ -250,25 +164,164 @@ class TestPrompts:
     def test_a_prompt_over_max_tokens_is_kept_to_be_dropped_where_that_is_allowed(self, options: PromptOptions):
         rows = [{"id": "just", "input_ids": [1] * 64}, {"id": "over", "input_ids": [1] * 65}]
         just, over = prompts_of(rows, replace(options, too_long="drop"))
-        assert (just["too_long"], just["error"]) == (False, None)
-        assert (over["too_long"], over["error"], over["prompt_id"]) == (True, None, "over")
+        assert (just["dropped"], just["error"]) == (None, None)
+        assert (over["dropped"], over["error"], over["prompt_id"]) == ("65 tokens, over max_tokens=64", None, "over")
 
-    def test_a_prompt_is_never_shortened(self, options: PromptOptions):
-        [prompt] = prompts_of([{"text": "word " * 100}], replace(options, too_long="drop"))
-        assert prompt["too_long"]
-        assert len(prompt["input_ids"]) > 64
+    def test_a_prompt_is_shortened_only_where_that_is_asked_for(self, options: PromptOptions):
+        rows = [{"id": "a", "input_ids": list(range(70)), "loss_mask": [0] * 60 + [1] * 10}]
+        [dropped] = prompts_of(rows, replace(options, too_long="drop"))
+        assert len(dropped["input_ids"]) == 70
+        [cut] = prompts_of(rows, replace(options, too_long="truncate"))
+        assert (cut["input_ids"], cut["loss_mask"]) == (list(range(64)), [False] * 60 + [True] * 4)
+        assert (cut["truncated"], cut["dropped"], cut["error"]) == (True, None, None)
+
+    def test_a_shortened_prompt_of_which_nothing_trained_is_left_is_dropped(self, options: PromptOptions):
+        rows = [{"id": "a", "input_ids": list(range(70)), "loss_mask": [0] * 64 + [1] * 6}]
+        [prompt] = prompts_of(rows, replace(options, too_long="truncate"))
+        assert prompt["dropped"] == "70 tokens, of which none of the first max_tokens=64 is trained on"
+        assert (prompt["truncated"], len(prompt["input_ids"])) == (False, 70)
+
+    @pytest.mark.parametrize("policy", ["error", "drop", "keep"])
+    def test_an_untrained_prompt_is_an_error_dropped_or_kept_as_was_said(self, options: PromptOptions, policy: str):
+        rows = [{"id": "a", "messages": [user("Hi")]}]
+        [prompt] = prompts_of(rows, replace(options, untrained=policy))
+        num_tokens = 0 if policy == "error" else len(prompt["input_ids"])
+        error = "no token of it is trained on: all 31 of its loss mask are 0; pass untrained='drop' or 'keep'"
+        assert prompt["error"] == (error if policy == "error" else None)
+        assert prompt["dropped"] == ("no token of it is trained on" if policy == "drop" else None)
+        assert (num_tokens > 0) == (policy != "error")
+
+    def test_a_kept_untrained_prompt_that_is_too_long_is_shortened(self, options: PromptOptions):
+        rows = [{"input_ids": [1] * 70, "loss_mask": [0] * 70}]
+        [prompt] = prompts_of(rows, replace(options, too_long="truncate", untrained="keep"))
+        assert (prompt["truncated"], prompt["dropped"], len(prompt["input_ids"])) == (True, None, 64)
+
+    def test_a_conversation_that_is_split_makes_a_prompt_for_each_answer(self, options: PromptOptions, tmp_path: Path):
+        template = (
+            "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}\n{% endif %}{% endfor %}"
+        )
+        changed = replace(options, chat_template=template, chat=chat_options(rewritten_history="split"))
+        chat = [user("a"), assistant("b"), user("c"), assistant("d")]
+        rows = [{"id": "x", "messages": chat}, {"messages": chat}, {"messages": chat[:2]}]
+        found = prompts_of(rows, changed)
+        assert [prompt["error"] for prompt in found] == [None] * 5
+        assert [prompt["prompt_id"] for prompt in found[:2]] == ["x@1", "x@3"]
+        assert [prompt["prompt_id"][0] for prompt in found[2:]] == ["#"] * 3
+        assert found[2]["prompt_id"] == found[4]["prompt_id"] != found[3]["prompt_id"]
+        assert [prompt["row_digest"] is None for prompt in found] == [False, True, False, True, False]
+        plan = write_plan(blocks_of(tokenize_rows(read_rows(rows), changed)), Store(tmp_path), PLAN_OPTIONS)
+        assert plan.prompts_digest == digest_of(rows)
+
+    def test_sorted_prompts_are_longest_first_however_they_arrive(self, options: PromptOptions):
+        lengths = [5, 30, 2, 30, 17, 1, 64, 5]
+        rows = [{"id": f"r{number}", "input_ids": [number] * length} for number, length in enumerate(lengths)]
+        for order in (rows, rows[::-1], rows[3:] + rows[:3]):
+            prompts = prompts_of(order, replace(options, sort="length"))
+            assert [prompt["prompt_id"] for prompt in prompts] == ["r6", "r1", "r3", "r4", "r0", "r7", "r2", "r5"]
+            assert prompts[0].keys() == set(PROMPTS_SCHEMA.names)
+
+    def test_a_row_with_an_error_comes_before_all_sorted_prompts(self, options: PromptOptions):
+        prompts = prompts_of([{"text": "a"}, {"text": "a b c"}, {"text": ""}], replace(options, sort="length"))
+        assert [prompt["error"] is None for prompt in prompts] == [False, True, True]
 
 
-NO_COLUMN = "has none of the columns 'input_ids', 'messages', 'text'; found {}: rename one"
+IN_ANY_SHAPE: list[tuple[dict, dict]] = [
+    ({"messages": MESSAGES}, {}),
+    ({"messages": MESSAGES, "text": "no", "prompt": "no", "completion": "no"}, {}),
+    ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}, {}),
+    ({"conversations": MESSAGES}, {}),
+    ({"instruction": "Hi", "input": "", "output": "Hello!"}, {}),
+    ({"instruction": "Hi", "output": "Hello!"}, {}),
+    ({"question": "Hi", "answer": "Hello!"}, {}),
+    ({"prompt": "Hi", "completion": "Hello!"}, {}),
+    ({"prompt": "Hi", "response": "Hello!"}, {}),
+    ({"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}, {}),
+    ({"prompt": MESSAGES[:1], "completion": "Hello!"}, {}),
+    ({"query": "Hi", "reply": "Hello!"}, {"question": "query", "answer": "reply"}),
+    ({"chat": MESSAGES, "messages": "no"}, {"messages": "chat"}),
+    ({"messages": "no", "question": "Hi", "answer": "Hello!"}, {"question": "question"}),
+]
+
+
+def test_one_conversation_is_the_same_prompt_in_any_shape(options: PromptOptions, demo_tokenizer):
+    [wanted] = tokenize_chat(demo_tokenizer, MESSAGES, options=chat_options())
+    for row, columns in IN_ANY_SHAPE:
+        [prompt] = prompts_of([row], replace(options, columns=columns))
+        assert prompt["error"] is None, row
+        assert (prompt["input_ids"], prompt["loss_mask"]) == wanted, row
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "runs"),
+    [
+        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, {}, "«user\nAdd.\n\n1, 2»"),
+        ({"system": "Be brief.", "question": "Hi", "answer": "Yo"}, {}, "«system\nBe brief.»"),
+        ({"system": "Be brief.", "conversations": [{"from": "human", "value": "a"}]}, {}, "«system\nBe brief.»"),
+    ],
+)
+def test_what_else_a_shape_has_is_in_the_prompt(options: PromptOptions, demo_tokenizer, row, columns, runs):
+    [prompt] = prompts_of([row], replace(options, columns=columns, untrained="keep"))
+    text = demo_tokenizer.decode(prompt["input_ids"]).replace("<|im_start|>", "«").replace("<|im_end|>", "»")
+    assert runs in text
+
+
+def test_a_plain_completion_continues_its_text_and_is_trained_on_alone(options: PromptOptions, demo_tokenizer):
+    rows = [{"text": "Once upon", "completion": " a time"}]
+    pair = {"prompt": "<|im_start|>user\nHi<|im_end|>\n", "completion": "Hello!"}
+    [plain] = prompts_of(rows, options)
+    assert runs_of(demo_tokenizer, plain["input_ids"], plain["loss_mask"]) == [(False, "Once upon"), (True, " a time")]
+    [refused] = prompts_of([pair], options)
+    assert refused["error"].startswith("its 'prompt' holds '<|im_start|>', so it is rendered already")
+    [taken] = prompts_of([pair], replace(options, columns={"text": "prompt", "completion": "completion"}))
+    assert runs_of(demo_tokenizer, taken["input_ids"], taken["loss_mask"]) == [
+        (False, pair["prompt"]),
+        (True, "Hello!"),
+    ]
+
+
+def test_answers_within_a_prompt_of_messages_are_not_trained_on(options: PromptOptions, demo_tokenizer):
+    row = {"prompt": [user("a"), assistant("b"), user("c")], "completion": [assistant("d")]}
+    [prompt] = prompts_of([row], options)
+    trained = [text for on, text in runs_of(demo_tokenizer, prompt["input_ids"], prompt["loss_mask"]) if on]
+    assert trained == ["d<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"messges": "chat"}, "columns='messges': 'chat' is not known; it names columns for answer, completion"),
+        ({"text": 7}, "columns='text': 7 is not known"),
+        ({"text": "a", "question": "b"}, "no shape of row has all of these columns"),
+    ],
+)
+def test_columns_that_name_nothing_are_an_error(columns, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_columns(columns)
+
+
+def test_an_id_may_be_in_a_column_of_another_name(options: PromptOptions):
+    rows = [{"uuid": "a", "id": "no", "text": "x"}, {"id": "b", "text": "x"}]
+    named, missing = prompts_of(rows, replace(options, columns={"id": "uuid"}))
+    assert named["prompt_id"] == "a"
+    assert missing["error"] == "has no 'uuid', which columns= names as its id; found ['id', 'text']"
+
+
+NO_COLUMN = (
+    "has the columns of no known shape of row ('input_ids', 'messages', 'conversations', 'instruction' and 'output', "
+    "'question' and 'answer', 'prompt' and 'completion', 'prompt' and 'response', 'text'); found {}: rename some, or pass "
+    "columns="
+)
 NO_INTEGERS = "'input_ids' must be a list of integers"
 EMPTY = "an empty prompt: it has no tokens; remove the row"
 VOCABULARY = (
     f"token id {{}} is outside the model's vocabulary 0..{VOCAB_SIZE - 1}; was it made with another model's tokenizer?"
 )
 MASK = "'loss_mask' must be {} values of 0 or 1, one for each of 'input_ids'"
+CONTENT = "message {} must have a text, or parts of type 'text', as its 'content'"
+UNTRAINED = "no token of it is trained on: all {} of its loss mask are 0; pass untrained='drop' or 'keep'"
 MESSAGES_WANTED = "'messages' must be a list of at least one {'role': .., 'content': ..}"
 
-#: A line of a JSONL file, and the whole error it gives.
+#: A line of a JSONL file, and the whole error it gives; more lines with the results of `IN_ANY_SHAPE` and `GOOD_ROWS`.
 ODD_LINES: list[tuple[str | bytes, str]] = [
     (
         '{"text": "a"',
@@ -306,8 +359,69 @@ ODD_LINES: list[tuple[str | bytes, str]] = [
     ('{"messages": []}', MESSAGES_WANTED),
     ('{"messages": {"role": "user", "content": "a"}}', MESSAGES_WANTED),
     ('{"messages": ["a"]}', "message 0 must be an object with a 'role'; found 'a'"),
-    ('{"messages": [{"role": "user"}]}', "message 0 (user) must have a text as its 'content'"),
-    (json.dumps({"input_ids": [1] * 65}), "65 tokens, over max_tokens=64; shorten it, or pass too_long='drop'"),
+    ('{"messages": [{"role": "user"}]}', CONTENT.format("0 (user)")),
+    (
+        '{"messages": [{"role": 7, "content": "a"}]}',
+        "message 0 must be an object with a 'role'; found {'role': 7, 'content': 'a'}",
+    ),
+    ('{"messages": [{"role": "user", "content": {"text": "a"}}]}', CONTENT.format("0 (user)")),
+    (
+        '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+        "message 0 (user) has a content part of type 'image_url'; only 'text' parts become tokens",
+    ),
+    ('{"messages": [{"role": "user", "content": "a"}]}', UNTRAINED.format(31)),
+    ('{"input_ids": [1, 2], "loss_mask": [0, 0]}', UNTRAINED.format(2)),
+    (
+        '{"messages": [{"role": "assistant", "content": "a"}]}',
+        "message 0 is the assistant's: what the template writes before it cannot be told from it; begin with a system or user "
+        "message",
+    ),
+    (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": "{"}',
+        "'tools' is a text but not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    ),
+    (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [1]}',
+        "'tools' must be a list of JSON schemas",
+    ),
+    ('{"conversations": []}', "'conversations' must be a list of at least one {'from': .., 'value': ..}"),
+    ('{"conversations": "Hi"}', "'conversations' must be a list of at least one {'from': .., 'value': ..}"),
+    (
+        '{"conversations": [{"from": "human"}]}',
+        "turn 0 of 'conversations' must have a 'from' and a text as 'value'; found {'from': 'human'}",
+    ),
+    (
+        '{"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "b"}]}',
+        "turn 1 of 'conversations' is from 'function_call'; known are human, user, gpt, assistant, chatgpt, bing, bard, system, "
+        "tool, observation, function_response",
+    ),
+    ('{"instruction": "a", "input": "b"}', NO_COLUMN.format(["input", "instruction"])),
+    ('{"instruction": ["a"], "output": "b"}', "'instruction' must be a text; found list"),
+    ('{"instruction": "a", "input": 7, "output": "b"}', "'input' must be a text; found int"),
+    ('{"question": "a", "answer": 7}', "'answer' must be a text; found int"),
+    ('{"question": "a", "answer": null}', NO_COLUMN.format(["answer", "question"])),
+    ('{"question": "a", "answer": "b", "system": 7}', "'system' must be a text; found int"),
+    ('{"prompt": "a"}', NO_COLUMN.format(["prompt"])),
+    ('{"prompt": ["a"], "completion": "b"}', "'prompt' must be a text; found list"),
+    (
+        '{"prompt": [{"role": "user", "content": "a"}], "completion": 7}',
+        "'completion' must be a text or a list of messages; found int",
+    ),
+    (
+        '{"prompt": "<|im_start|>user", "response": "b"}',
+        "its 'prompt' holds '<|im_start|>', so it is rendered already, and as chat it would be so twice; for text that is taken as "
+        "it is, pass columns={'text': 'prompt', 'completion': 'response'}",
+    ),
+    ('{"text": "a", "completion": 7}', "'completion' must be a text; found int"),
+    ('{"text": "a", "completion": ""}', UNTRAINED.format(1)),
+    ('{"text": "a", "id": ""}', "its id '' must be a text or an integer; give it another, or none"),
+    ('{"text": "a", "id": 1.5}', "its id 1.5 must be a text or an integer; give it another, or none"),
+    ('{"text": "a", "prompt_id": true}', "its prompt_id True must be a text or an integer; give it another, or none"),
+    ('{"text": "a", "id": "#1"}', "its id '#1' begins with '#', as do ids made of content; give it another"),
+    (
+        json.dumps({"input_ids": [1] * 65}),
+        "65 tokens, over max_tokens=64; shorten it, or pass too_long='drop' or 'truncate'",
+    ),
 ]
 
 

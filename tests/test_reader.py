@@ -73,6 +73,7 @@ def plan_prompts(prompts: Sequence[dict], out: Path | str, shard_tokens: int = 4
         shard_bytes=shard_tokens * bytes_per_token,
         max_tokens=1024,
         too_long="error",
+        prompt_options={},
         prompts_digest=None,
         plan_digest=None,
     )
@@ -82,7 +83,6 @@ def plan_prompts(prompts: Sequence[dict], out: Path | str, shard_tokens: int = 4
             "prompt_id": prompt["prompt_id"],
             "input_ids": prompt["input_ids"].tolist(),
             "loss_mask": prompt["loss_mask"].tolist(),
-            "too_long": False,
         }
         for number, prompt in enumerate(prompts)
     ]
@@ -90,7 +90,7 @@ def plan_prompts(prompts: Sequence[dict], out: Path | str, shard_tokens: int = 4
         bytes_per_token=bytes_per_token,
         value_bytes_per_token=bytes_per_token // len(LAYERS),
         shard_bytes=identity.shard_bytes,
-        max_tokens=1024,
+        duplicates="keep",
     )
     plan = write_plan([pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA)], store, options)
     manifest = Manifest(state="planning", identity=identity).with_plan(plan)

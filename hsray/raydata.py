@@ -1,0 +1,101 @@
+"""Ray Data as hsray uses it: connected or started, quiet and patient, rows in order, and a worker's errors as themselves."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from hsray.engine import EngineDied
+
+if TYPE_CHECKING:
+    import ray.data
+
+#: How often an actor that dies is started again, and its tasks with it; Ray Data itself would do so for ever.
+RETRIES = 2
+
+#: Ray Data writes its own advice into a worker's exception, from here on.
+RAY_ADVICE = "\nFailed to apply UDF transform after"
+
+
+@contextmanager
+def ray_data() -> Iterator[None]:
+    """Ray, connected or started, with Ray Data quiet, patient, and keeping rows in order; restored afterwards."""
+    import ray
+    import ray.data
+
+    if not ray.is_initialized():
+        _start_ray()
+    context = ray.data.DataContext.get_current()
+    wanted = {
+        "enable_progress_bars": False,
+        "print_on_execution_start": False,
+        # A shard may take minutes, and an engine longer to load; Ray would end the build.
+        "execution_no_progress_timeout_s": -1,
+        "max_errored_blocks": 0,
+    }
+    before = {name: getattr(context, name) for name in wanted}
+    before_order = context.execution_options.preserve_order
+    data_logger = logging.getLogger("ray.data")
+    before_level = data_logger.level
+    try:
+        for name, value in wanted.items():
+            setattr(context, name, value)
+        context.execution_options.preserve_order = True
+        data_logger.setLevel(logging.CRITICAL)  # what fails is raised here, without Ray's pages around it
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(context, name, value)
+        context.execution_options.preserve_order = before_order
+        data_logger.setLevel(before_level)
+
+
+def _start_ray() -> None:
+    """Connects to the cluster that RAY_ADDRESS names or that runs here, or starts Ray, with no more words than its errors."""
+    import ray
+
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    # Ray's C++ core prints a known false alarm for every actor pool (ray-project/ray#57733).
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    # A Ray of our own has nobody to give way to, and its dashboard would take a share of the engine's cores.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+
+
+def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
+    """A Ray dataset's blocks, in order; an error raised in a worker is raised here as itself."""
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+    try:
+        for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+            if block.num_columns:
+                yield block
+    except RayTaskError as error:
+        raise _own_error(error) from error
+    except ActorUnavailableError as error:
+        raise EngineDied(
+            f"Ray lost touch with an engine's process: its node, or Ray on it, has gone. Saying the same again resumes the "
+            f"build. Ray says: {error}"
+        ) from error
+    except RayActorError as error:
+        raise EngineDied(
+            f"an engine's process died again and again ({RETRIES} new starts), without a word of its own; out of memory is "
+            f"the usual cause (the kernel's log says so). Ray says: {error}"
+        ) from error
+
+
+def _own_error(error: BaseException) -> BaseException:
+    """The exception that a worker raised, out of Ray's wrappings."""
+    while type(error).__module__.split(".")[0] == "ray":
+        inner = getattr(error, "cause", None) or error.__cause__
+        if inner is None:
+            break
+        error = inner
+    error.args = tuple(arg.split(RAY_ADVICE)[0] if isinstance(arg, str) else arg for arg in error.args)
+    for name in ("strerror", "filename"):  # an OSError's words are these, not its args
+        if isinstance(getattr(error, name, None), str):
+            setattr(error, name, getattr(error, name).split(RAY_ADVICE)[0])
+    return error
