@@ -7,11 +7,12 @@ hsray.read("s3://bucket/x")[0]["hidden_states"][9]      # bfloat16 [T, D]
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["build", "read"]
+__all__ = ["build", "read", "verify"]
 
 if TYPE_CHECKING:
     from hsray.pipeline import build
     from hsray.reader import read
+    from hsray.verifier import verify
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from hsray.reader import read
 
         return read
+    if name == "verify":
+        from hsray.verifier import verify
+
+        return verify
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,6 +26,7 @@ ORDER = [
     "manifest",
     "engine",
     "engine_transformers",
+    "norm",
     "canary",
     "staging",
     "capture",
@@ -35,8 +36,10 @@ ORDER = [
     "worker",
     "pipeline",
     "reader",
-    "verify",
-    "export",
+    "faults",
+    "recompute",
+    "verifier",
+    "exporter",
 ]
 
 #: `open_engine` opens an engine by name: it alone reaches forward, and only when called.
