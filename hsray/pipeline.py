@@ -167,7 +167,7 @@ def build(
     if store.is_private:
         raise ValueError(f"out={store.url!r} is memory of this process alone; give a folder, or an object store")
     manifest = _open_dataset(store, wanted)
-    with _ray_data():
+    with ray_data():
         with _forgotten_on_error(manifest, store):
             manifest = _plan(manifest, dataset, store, description, trust_remote_code, storage_options)
         planned = time.monotonic()
@@ -245,7 +245,7 @@ def _plan(
     rows = read_rows(dataset, storage_options=storage_options)
     identity = manifest.identity
     if manifest.plan is not None:
-        with closing(_blocks(digest_dataset(rows))) as blocks:
+        with closing(blocks_of(digest_dataset(rows))) as blocks:
             digest = digest_rows(blocks)
         check_identity(identity, replace(identity, prompts_digest=digest), store)
         return manifest
@@ -267,7 +267,7 @@ def _plan(
         max_tokens=identity.max_tokens,
     )
     _forget_plan(store)
-    with closing(_blocks(prompts)) as blocks:
+    with closing(blocks_of(prompts)) as blocks:
         manifest = manifest.with_plan(write_plan(blocks, store, options))
     manifest.save(store)
     return manifest
@@ -405,7 +405,7 @@ def _capture(
         _killed_on_error(names),
         tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="hidden states", disable=not progress) as bar,
     ):
-        for block in _blocks(receipts):
+        for block in blocks_of(receipts):
             for receipt in (Receipt(**row) for row in block.to_pylist()):
                 report.add(receipt)
                 bar.start_t = report.first_started_at  # the engine's start says nothing of the time left
@@ -464,8 +464,8 @@ def _report(manifest: Manifest, store: Store) -> BuildReport:
     )
 
 
-def _blocks(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
-    """A Ray dataset's blocks, in order; an error raised in a worker is raised here as itself."""
+def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
+    """A Ray dataset's blocks, in order, as tables; an error raised in a worker is raised here as itself."""
     from ray.exceptions import RayActorError, RayTaskError
 
     try:
@@ -496,7 +496,7 @@ def _own_error(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def _ray_data() -> Iterator[None]:
+def ray_data() -> Iterator[None]:
     """Ray, connected or started, with Ray Data quiet, patient, and keeping rows in order; restored afterwards."""
     import ray
     import ray.data

@@ -39,6 +39,7 @@ ORDER = [
     "faults",
     "recompute",
     "verifier",
+    "targets",
     "exporter",
 ]
 
@@ -92,9 +93,9 @@ def test_imports_between_our_modules_point_one_way(name):
     assert {(name, other) for other in forward} <= FORWARD
 
 
-def test_only_the_pipeline_and_the_prompt_stage_know_ray():
+def test_only_the_pipeline_the_prompt_stage_and_the_exporter_know_ray():
     users = {name for name, tree in MODULES.items() if "ray" in packages_of(tree, everywhere=True)}
-    assert users == {"pipeline", "prompts"}
+    assert users == {"pipeline", "prompts", "exporter"}
 
 
 @pytest.mark.parametrize("name", MODULES)
