@@ -4,24 +4,24 @@ report = hsray.build("prompts.jsonl", model="Qwen/Qwen3-8B", layers=[9, 19, "fin
 hsray.read("s3://bucket/x")[0]["hidden_states"][9]      # bfloat16 [T, D]
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["build", "read"]
+__all__ = ["build", "export", "read", "verify"]
 
 if TYPE_CHECKING:
+    from hsray.exporter import export
     from hsray.pipeline import build
     from hsray.reader import read
+    from hsray.verifier import verify
+
+
+#: Each is imported when it is asked for: reading needs neither Ray nor an engine, and building no reader.
+_HOMES = {"build": "pipeline", "export": "exporter", "read": "reader", "verify": "verifier"}
 
 
 def __getattr__(name: str) -> Any:
-    # Reading needs neither Ray nor an engine, and building needs no reader: each is imported when asked for.
-    if name == "build":
-        from hsray.pipeline import build
-
-        return build
-    if name == "read":
-        from hsray.reader import read
-
-        return read
+    if name in _HOMES:
+        return getattr(import_module(f"hsray.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -53,7 +53,7 @@ class TransformersEngine(CaptureEngine):
         self._model = model.to(device).eval()
         self._decoder = self._model.get_decoder()
         self._last_block_1TD: torch.Tensor | None = None
-        _final_norm(self._decoder).register_forward_pre_hook(self._keep_last_block)
+        final_norm(self._decoder).register_forward_pre_hook(self._keep_last_block)
         num_bytes = options.buffer_tokens * options.bytes_per_token
         pin = torch.device(device).type == "cuda"
         memories = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(options.num_buffers)]
@@ -110,7 +110,12 @@ def auto_model_class(config: "PretrainedConfig") -> Any:
     return transformers.AutoModelForImageTextToText
 
 
-def _final_norm(decoder: "torch.nn.Module") -> "torch.nn.Module":
+def final_norm(decoder: "torch.nn.Module") -> "torch.nn.Module":
+    """The norm between a decoder's last block and the LM head.
+
+    Raises:
+        CaptureError: there is none under a name that is known.
+    """
     for name in FINAL_NORM_NAMES:
         norm = getattr(decoder, name, None)
         if norm is not None:

@@ -96,7 +96,8 @@ def build(
             lists the shapes of row; the first row's is the dataset's. A row may have an ``id``.
         model: A local folder or a hub name, readable by every node.
         layers: What to keep of each token: block outputs ``0..N-1`` (negative counts from the end), ``"embed"``,
-            ``"final"``, or a preset, ``"eagle3"`` or ``"speculators-v1"``; see `hsray.layers`.
+            ``"final"``, ranges such as ``"0:32:4"``, or a preset, ``"eagle3"``, ``"speculators-v1"``, ``"dflash:5"`` or
+            ``"all"``; see `hsray.layers`. What they come to is logged, and shown with the progress.
         out: The dataset's folder, on any fsspec target that every node reaches. Building there again resumes.
         engine: ``"sglang"``, or ``"transformers"`` for models that SGLang lacks.
         engine_args: Arguments for the engine itself, such as ``{"attention_backend": "triton"}`` for SGLang.
@@ -161,6 +162,7 @@ def build(
         request_timeout_s=request_timeout_s,
         trust_remote_code=trust_remote_code,
     )
+    _show_layers(layers, request.identity, progress)
     store = Store(out, storage_options)
     if store.is_private:
         raise ValueError(f"out={store.url!r} is memory of this process alone; give a folder, or an object store")
@@ -187,6 +189,14 @@ def build(
     report.elapsed_s = time.monotonic() - started
     logger.info("%s", report)
     return report
+
+
+def _show_layers(asked: LayersSpec, wanted: Identity, progress: bool) -> None:
+    """Says what the layers asked for came to, before anything costs time."""
+    words = f"layers={asked!r} of {wanted.num_layers} blocks: {', '.join(map(str, wanted.layers))}"
+    logger.info("%s", words)
+    if progress:
+        print(words, file=sys.stderr)
 
 
 def _open_dataset(store: Store, wanted: Identity) -> Manifest:

@@ -60,7 +60,8 @@ def make_parser() -> argparse.ArgumentParser:
         required=True,
         nargs="+",
         metavar="LAYER",
-        help="block outputs 0..N-1 (-1 is the last), 'embed', 'final', or one preset: eagle3, speculators-v1",
+        help="block outputs 0..N-1 (-1 is the last), ranges of them (0:32:4), 'embed', 'final', or one preset: eagle3, "
+        "speculators-v1, dflash:5 (any number), all; layers.py shows what each comes to",
     )
     add(
         "--out",

@@ -74,6 +74,32 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Gemma 2 of 4 blocks: it scales its embedding, and its norms multiply by 1 + w."""
+    import torch
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+    )
+    folder = tmp_path_factory.mktemp("tiny_gemma")
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = Gemma2ForCausalLM(config).to(torch.float32)
+        with torch.no_grad():
+            model.model.norm.weight.normal_(std=0.3)
+        model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tiny_sglang(tiny_llama: Path) -> "Iterator[CaptureEngine]":
     """SGLang on the tiny Llama, every layer in float32; started once, as that takes most of a minute."""
     from hsray.engine import open_engine

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hsray.layers import PRESETS, boundary, column_name, resolve_layers
+from hsray.layers import PRESETS, SYSTEMS, boundary, column_name, explain, resolve_layers
 
 
 @pytest.mark.parametrize(("num_layers", "blocks"), [(32, [1, 15, 28]), (36, [1, 17, 32]), (61, [1, 29, 57])])
@@ -32,12 +32,15 @@ def test_boundary_counts_from_embed_to_the_final_norm():
     assert [boundary(layer, num_layers=4) for layer in layers] == [0, 1, 4, None]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS, "dflash:5", "0:32:4"])
 def test_a_preset_in_a_list_of_one_is_the_preset(preset):
     assert resolve_layers([preset], num_layers=32) == resolve_layers(preset, num_layers=32)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+DRAFTER_PRESETS = ["eagle3", "speculators-v1"]
+
+
+@pytest.mark.parametrize("preset", DRAFTER_PRESETS)
 def test_a_preset_is_three_blocks_in_order_and_final(preset):
     for num_layers in range(7, 200):
         *blocks, last = resolve_layers(preset, num_layers=num_layers)
@@ -45,11 +48,88 @@ def test_a_preset_is_three_blocks_in_order_and_final(preset):
         assert (len(blocks), last) == (3, "final")
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*DRAFTER_PRESETS, "dflash:5"])
 @pytest.mark.parametrize("num_layers", range(1, 7))
 def test_a_preset_of_a_model_too_shallow_for_it_is_an_error(preset, num_layers):
     with pytest.raises(ValueError, match=f"layers='{preset}' needs a deeper model: {num_layers} blocks"):
         resolve_layers(preset, num_layers=num_layers)
+
+
+@pytest.mark.parametrize(
+    ("count", "num_layers", "blocks"),
+    [
+        (5, 36, [1, 9, 17, 25, 33]),
+        (5, 28, [1, 7, 13, 19, 25]),
+        (1, 36, [18]),
+        (2, 36, [1, 33]),
+        (6, 32, [1, 7, 12, 18, 23, 29]),
+    ],
+)
+def test_dflash_layers_are_those_of_its_own_checkpoints_and_final(count, num_layers, blocks):
+    assert resolve_layers(f"dflash:{count}", num_layers=num_layers) == (*blocks, "final")
+
+
+def test_all_is_every_state_there_is():
+    assert resolve_layers("all", num_layers=3) == ("embed", 0, 1, 2, "final")
+    assert resolve_layers("all", num_layers=1) == ("embed", 0, "final")
+
+
+@given(
+    st.tuples(*[st.one_of(st.none(), st.integers(-36, 36))] * 2, st.one_of(st.none(), st.integers(1, 40))).filter(
+        lambda parts: range(36)[slice(*parts)]
+    )
+)
+def test_a_range_is_the_blocks_that_python_slices(parts):
+    start, stop, step = ("" if part is None else str(part) for part in parts)
+    assert resolve_layers(f"{start}:{stop}:{step}", num_layers=36) == tuple(range(36)[slice(*parts)])
+    if not step:
+        assert resolve_layers([f"{start}:{stop}"], num_layers=36) == tuple(range(36)[slice(*parts)])
+
+
+def test_ranges_stand_beside_other_layers():
+    assert resolve_layers(["0:36:12", -1, "embed", "final"], num_layers=36) == ("embed", 0, 12, 24, 35, "final")
+
+
+#: Every EAGLE-3 default of a trainer, as that trainer numbers it: all but speculators' first format name one set of states.
+EAGLE3_DEFAULTS = {
+    "EAGLE: block entered": [2, 18, 33],
+    "vLLM: eagle_aux_hidden_state_layer_ids": [2, 18, 33],
+    "speculators from v0.5: target_layer_ids": [2, 18, 33],
+    "SpecForge, TorchSpec: aux layer ids": [1, 17, 32],
+    "Model-Optimizer, HF dump: --aux-layers": [1, 17, 32],
+}
+
+
+def numbers_of(text: str, system: str) -> list[str]:
+    [line] = [line for line in text.splitlines() if line.startswith(system)]
+    return line.removeprefix(system).split()
+
+
+@pytest.mark.parametrize("system", EAGLE3_DEFAULTS)
+def test_explain_gives_each_trainers_own_eagle3_default_for_the_same_states(system):
+    *numbers, _final = numbers_of(explain("eagle3", num_layers=36), system)
+    assert numbers == [str(number) for number in EAGLE3_DEFAULTS[system]]
+
+
+def test_explain_gives_speculators_first_default_for_its_preset():
+    text = explain("speculators-v1", num_layers=61)
+    assert numbers_of(text, "speculators to v0.4: layer_ids") == ["2", "30", "58", "-"]
+    assert numbers_of(text, "vLLM: eagle_aux_hidden_state_layer_ids") == ["3", "31", "59", "-"]
+
+
+def test_explain_tells_the_ends_apart():
+    text = explain("all", num_layers=2)
+    assert numbers_of(text, "hsray") == ["embed", "0", "1", "final"]
+    assert numbers_of(text, "Hugging Face: hidden_states[..]") == ["0", "1", "-", "2"]
+    assert numbers_of(text, "vLLM: eagle_aux_hidden_state_layer_ids") == ["0", "1", "2", "-"]
+    assert numbers_of(text, "DeepSpec: target_layer_ids") == ["-1", "0", "1", "-"]
+
+
+@given(st.lists(st.sampled_from(["embed", *range(8), "final"]), min_size=1, unique=True))
+def test_explain_has_a_number_or_a_dash_for_each_layer_in_each_system(layers):
+    text = explain(layers, num_layers=8)
+    assert len(text.splitlines()) == 1 + len(SYSTEMS)
+    assert all(len(numbers_of(text, system)) == len(layers) for system in SYSTEMS)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +161,23 @@ def test_layers_come_out_in_depth_order_with_ends_counted(spec, layers):
         ("36", "layer 36 is out of range"),
         (
             "last",
-            "layer 'last' is not known; wanted 0..35, 'embed', 'final', or alone one of 'eagle3', 'speculators-v1'",
+            "layer 'last' is not known; wanted 0..35, 'embed', 'final', a range such as '0:36:4', or alone one of 'eagle3', "
+            "'speculators-v1', 'all', 'dflash:5'",
         ),
         ("", "layer '' is not known"),
         ("9,final", "layer '9,final' is not known"),
         (["1.0"], "layer '1.0' is not known"),
         (["eagle3", 9], "layer 'eagle3' is not known"),
+        (["dflash:5", 9], "layer 'dflash:5' is not known"),
+        ("dflash:0", "layer 'dflash:0' is not known"),
+        ("dflash:40", "layers='dflash:40' needs a deeper model: 36 blocks"),
+        ("0:37", "layers '0:37' are out of range: the model has 36 blocks, 0:36"),
+        ("-37:", "layers '-37:' are out of range"),
+        ("5:5", "layers '5:5' are none of the model's 36 blocks"),
+        ("9:0:-1", "layers '9:0:-1' go by steps of -1; give a step of 1 or more"),
+        ("0:9:0", "layers '0:9:0' go by steps of 0"),
+        ("0:9:1:1", "layer '0:9:1:1' is not known"),
+        (["0:9", 8], "layer 8 is named twice in ['0:9', 8] (N=36)"),
         ([9, 9], "layer 9 is named twice in [9, 9] (N=36)"),
         ([35, -1], "layer 35 is named twice in [35, -1]"),
         (["9", 9], "layer 9 is named twice"),

@@ -1,0 +1,473 @@
+"""Other trainers' files: what each wants of a dataset, and how one shard of it becomes theirs.
+
+Each target's layout was read in its own loader; where it says "post-norm" the state after the final norm is meant
+(``"final"``), where it says "pre-norm" the last block's output (layer N-1).
+
+Shapes: T tokens of a prompt, L layers, D hidden size.
+"""
+
+import io
+import json
+import struct
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from hsray.layers import Layer, column_name
+from hsray.manifest import Manifest
+from hsray.plan import read_plan_file
+from hsray.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+#: SpecForge's reader sorts paths as text, so names are padded and folders filled in order.
+SPECFORGE_FOLDER_ROWS = 2000
+
+#: DeepSpec's index: sample, shard, T, then the offsets of ids, attention mask, loss mask, layers, last state.
+DEEPSPEC_RECORD = struct.Struct("<QIIQQQQQ")
+#: Each array begins at a multiple of this, as a mapped view of it must.
+DEEPSPEC_ALIGNMENT = 64
+
+#: The extension type by which Hugging Face's `datasets` stores an Array2D.
+ARRAY2D_NAME = "datasets.features.features.Array2DExtensionType"
+#: Numbers of one column in a record batch: Arrow's list offsets are 32 bits.
+ARROW_BATCH_NUMBERS = 1 << 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which states of a dataset an export takes."""
+
+    layers: tuple[Layer, ...]
+    """Those that the drafter reads, or, for a target that knows no last state, all; in depth order."""
+    last: Literal["pre-norm", "post-norm"] | None
+    derived: bool
+    """Whether the post-norm state is made from layer N-1 by the model's own norm."""
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    model: str
+    context_size: int
+    """Tokens of a row, of a target whose rows are of one length."""
+
+    @property
+    def source(self) -> Layer | None:
+        """The dataset's layer that the last state is read from."""
+        if self.last is None:
+            return None
+        return self.num_layers - 1 if self.last == "pre-norm" or self.derived else "final"
+
+    @property
+    def read(self) -> tuple[Layer, ...]:
+        """The dataset's layers that are read."""
+        return tuple(dict.fromkeys([*self.layers, *([] if self.source is None else [self.source])]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One prompt, as exports take it."""
+
+    row: int
+    """Its place in the dataset."""
+    prompt_id: str
+    input_ids: "torch.Tensor"
+    """int64 [T]."""
+    loss_mask: "torch.Tensor"
+    """bool [T]."""
+    states: "Mapping[Layer, torch.Tensor]"
+    """layer -> [T, D], of `Selection.layers`, in their order."""
+    last: "torch.Tensor | None"
+    """[T, D], as `Selection.last` says."""
+
+    @property
+    def joined(self) -> "torch.Tensor":
+        """The layers side by side, [T, L * D]."""
+        import torch
+
+        return torch.cat(list(self.states.values()), dim=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class Written:
+    """What came of one shard."""
+
+    files: int = 0
+    nbytes: int = 0
+
+    def publish(self, store: Store, name: str, data: bytes) -> None:
+        """Publishes a file and counts it."""
+        store.publish(name, data)
+        self.files += 1
+        self.nbytes += len(data)
+
+
+Write = Callable[[Store, int, Iterable[Sample], Selection], Written]
+Finish = Callable[[Store, Store, Manifest, Selection], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One trainer's format."""
+
+    what: str
+    write: Write
+    """Writes the files of one shard (by number)."""
+    last: Literal["pre-norm", "post-norm"] | None = None
+    """The last state that it needs beside the layers; None for a target that takes whatever layers there are."""
+    num_layers: int | None = None
+    """How many layers it reads, where that is fixed."""
+    dtype: str | None = None
+    """The only dtype it takes, if it takes one."""
+    fixed_rows: bool = False
+    """Whether its rows are of one length, so that the tokens of a shard's end fill none."""
+    finish: Finish | None = None
+    """Writes what is about all shards; from the plan, without a state: (to, dataset, manifest, selection)."""
+
+
+def _safetensors_bytes(sample: Sample) -> bytes:
+    from safetensors.torch import save
+
+    states = {column_name(layer): hidden_TD for layer, hidden_TD in sample.states.items()}
+    tensors = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask, **states}
+    return save(tensors, metadata={"prompt_id": sample.prompt_id})
+
+
+def write_safetensors(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
+    """``00000012.safetensors``: ``input_ids`` int64, ``loss_mask`` bool, ``layer_<i>`` [T, D]; metadata ``prompt_id``."""
+    written = Written()
+    for sample in samples:
+        written.publish(to, f"{sample.row:08d}.safetensors", _safetensors_bytes(sample))
+    return written
+
+
+def write_webdataset(to: Store, shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
+    """``000012.tar`` a shard, with ``00000012.safetensors`` and ``00000012.json`` (its id and T) for each prompt."""
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as tar:
+        for sample in samples:
+            about = {"prompt_id": sample.prompt_id, "num_tokens": len(sample.input_ids)}
+            for suffix, data in (("json", json.dumps(about).encode()), ("safetensors", _safetensors_bytes(sample))):
+                member = tarfile.TarInfo(f"{sample.row:08d}.{suffix}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    written = Written()
+    written.publish(to, f"{shard:06d}.tar", sink.getvalue())
+    return written
+
+
+def write_speculators(to: Store, shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
+    """``hidden_states/hs_12.safetensors``: ``hidden_states`` [T, L + 1, D], last slot pre-norm, ``token_ids``; and the
+    shard's rows of the Arrow dataset, ``input_ids``, ``loss_mask``, ``seq_len``."""
+    import torch
+    from safetensors.torch import save
+
+    written, rows = Written(), []
+    for sample in samples:
+        hidden_TLD = torch.stack([*sample.states.values(), sample.last], dim=1)
+        data = save({"hidden_states": hidden_TLD, "token_ids": sample.input_ids})
+        written.publish(to, f"hidden_states/hs_{sample.row}.safetensors", data)
+        ids, mask = sample.input_ids.tolist(), sample.loss_mask.long().tolist()
+        rows.append({"input_ids": ids, "loss_mask": mask, "seq_len": len(ids)})
+    written.publish(to, _arrow_name(shard), _arrow_bytes(pa.Table.from_pylist(rows, schema=SPECULATORS_SCHEMA)))
+    return written
+
+
+SPECULATORS_SCHEMA = pa.schema(
+    [("input_ids", pa.list_(pa.int64())), ("loss_mask", pa.list_(pa.int64())), ("seq_len", pa.int64())]
+)
+
+
+def finish_speculators(to: Store, dataset: Store, manifest: Manifest, _selection: Selection) -> None:
+    """The Arrow dataset's head, and ``token_freq.pt``: how often each token is trained on."""
+    ids_feature = {"feature": {"dtype": "int64", "_type": "Value"}, "_type": "List"}
+    features = {
+        "input_ids": ids_feature,
+        "loss_mask": ids_feature,
+        "seq_len": {"dtype": "int64", "_type": "Value"},
+    }
+    _publish_arrow_head(to, manifest, features, format_type="torch")
+    counts = np.zeros(0, np.int64)
+    for ids_S, mask_S in _planned_tokens(dataset, manifest):
+        found = np.bincount(ids_S[mask_S], minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    to.publish("token_freq.pt", _torch_bytes({int(token): int(counts[token]) for token in np.flatnonzero(counts)}))
+
+
+def write_speculators_v1(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
+    """``data_12.pt``: ``input_ids`` int64, ``hidden_states``, a list of [T, D], the last pre-norm, ``loss_mask`` int64."""
+    written = Written()
+    for sample in samples:
+        states = [*sample.states.values(), sample.last]
+        content = {"input_ids": sample.input_ids, "hidden_states": states, "loss_mask": sample.loss_mask.long()}
+        written.publish(to, f"data_{sample.row}.pt", _torch_bytes(content))
+    return written
+
+
+def finish_speculators_v1(to: Store, dataset: Store, manifest: Manifest, _selection: Selection) -> None:
+    """``sample_lengths.json``: T by row."""
+    lengths = (num_tokens for lengths in _planned_lengths(dataset, manifest) for num_tokens in lengths)
+    to.publish("sample_lengths.json", json.dumps({str(row): length for row, length in enumerate(lengths)}).encode())
+
+
+def write_specforge(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
+    """``rows_00000000-00002000/data_00000012.ckpt`` for EAGLE-3: ``aux_hidden_state`` [1, T, 3 D], ``hidden_state``
+    [1, T, D] post-norm, ``input_ids`` and ``loss_mask`` int64 [T]."""
+    written = Written()
+    for sample in samples:
+        content = {
+            "input_ids": sample.input_ids,
+            "loss_mask": sample.loss_mask.long(),
+            "hidden_state": sample.last[None],
+            "aux_hidden_state": sample.joined[None],
+        }
+        written.publish(to, _specforge_name(sample.row), _torch_bytes(content))
+    return written
+
+
+def write_specforge_dflash(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
+    """The same for DFlash and DSpark: ``hidden_states`` [T, L * D], and ``target_last_hidden_states`` [T, D] post-norm."""
+    written = Written()
+    for sample in samples:
+        content = {
+            "input_ids": sample.input_ids,
+            "loss_mask": sample.loss_mask.long(),
+            "hidden_states": sample.joined,
+            "target_last_hidden_states": sample.last,
+        }
+        written.publish(to, _specforge_name(sample.row), _torch_bytes(content))
+    return written
+
+
+def _specforge_name(row: int) -> str:
+    first = row - row % SPECFORGE_FOLDER_ROWS
+    return f"rows_{first:08d}-{first + SPECFORGE_FOLDER_ROWS:08d}/data_{row:08d}.ckpt"
+
+
+def write_modelopt(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
+    """``00000012.pt``: ``hidden_states`` [T, D] post-norm, ``aux_hidden_states`` [T, L * D], ``input_ids`` and ``loss_mask``
+    int64, ``conversation_id``."""
+    written = Written()
+    for sample in samples:
+        content = {
+            "input_ids": sample.input_ids,
+            "loss_mask": sample.loss_mask.long(),
+            "hidden_states": sample.last,
+            "aux_hidden_states": sample.joined,
+            "hidden_states_prenorm": False,
+            "conversation_id": sample.prompt_id,
+        }
+        written.publish(to, f"{sample.row:08d}.pt", _torch_bytes(content))
+    return written
+
+
+def write_sae_lens(to: Store, shard: int, samples: Iterable[Sample], selection: Selection) -> Written:
+    """The shard's rows of an Arrow dataset: a column of [context_size, D] for each layer, named as TransformerLens names
+    it, and ``token_ids``. Rows are filled across the prompts' ends; what is left of a shard is no row and left out."""
+    import torch
+
+    samples = list(samples)
+    ids_S = torch.cat([sample.input_ids for sample in samples]).int()
+    num_rows = len(ids_S) // selection.context_size
+    kept = num_rows * selection.context_size
+    columns: dict[str, torch.Tensor] = {}
+    for layer in selection.layers:
+        hidden_SD = torch.cat([sample.states[layer] for sample in samples])[:kept]
+        # NumPy and Arrow have no bfloat16; float32 holds every one.
+        hidden_SD = hidden_SD.float() if hidden_SD.dtype == torch.bfloat16 else hidden_SD
+        columns[hook_name(layer)] = hidden_SD.view(num_rows, selection.context_size, selection.hidden_size)
+    ids_RC = ids_S[:kept].view(num_rows, selection.context_size)
+    schema = _sae_schema(selection)
+    sink = pa.BufferOutputStream()
+    batch_rows = max(1, ARROW_BATCH_NUMBERS // (selection.context_size * selection.hidden_size))
+    with pa.ipc.new_stream(sink, schema) as writer:
+        for start in range(0, num_rows, batch_rows):
+            part = slice(start, start + batch_rows)
+            arrays = [_nested_lists(hidden_RCD[part].numpy()) for hidden_RCD in columns.values()]
+            ids = pa.FixedSizeListArray.from_arrays(ids_RC[part].reshape(-1).numpy(), selection.context_size)
+            writer.write_batch(pa.record_batch([*arrays, ids], schema=schema))
+    written = Written()
+    written.publish(to, _arrow_name(shard), sink.getvalue().to_pybytes())
+    return written
+
+
+def _sae_schema(selection: Selection) -> pa.Schema:
+    dtype = _numpy_dtype(selection)
+    number = {"float32": pa.float32(), "float16": pa.float16()}[dtype]
+    extension = {
+        "ARROW:extension:name": ARRAY2D_NAME,
+        "ARROW:extension:metadata": json.dumps([[selection.context_size, selection.hidden_size], dtype]),
+    }
+    storage = pa.list_(pa.list_(number))
+    fields = [pa.field(hook_name(layer), storage, metadata=extension) for layer in selection.layers]
+    return pa.schema([*fields, pa.field("token_ids", pa.list_(pa.int32(), selection.context_size))])
+
+
+def _nested_lists(numbers_RCD: np.ndarray) -> pa.Array:
+    """An array [R, C, D] as R lists of C lists, without a copy."""
+    num_rows, context_size, hidden_size = numbers_RCD.shape
+    rows = pa.ListArray.from_arrays(_ends(num_rows * context_size, hidden_size), pa.array(numbers_RCD.reshape(-1)))
+    return pa.ListArray.from_arrays(_ends(num_rows, context_size), rows)
+
+
+def _numpy_dtype(selection: Selection) -> str:
+    return {"bfloat16": "float32"}.get(selection.dtype, selection.dtype)
+
+
+def finish_sae_lens(to: Store, _dataset: Store, manifest: Manifest, selection: Selection) -> None:
+    """The Arrow dataset's head."""
+    array = {
+        "shape": [selection.context_size, selection.hidden_size],
+        "dtype": _numpy_dtype(selection),
+        "_type": "Array2D",
+    }
+    features: dict[str, Any] = {hook_name(layer): array for layer in selection.layers}
+    ids = {"feature": {"dtype": "int32", "_type": "Value"}, "length": selection.context_size, "_type": "List"}
+    _publish_arrow_head(to, manifest, {**features, "token_ids": ids}, format_type=None)
+
+
+def hook_name(layer: Layer) -> str:
+    """What TransformerLens calls a layer's state."""
+    ends = {"embed": "blocks.0.hook_resid_pre", "final": "ln_final.hook_normalized"}
+    return ends.get(layer, f"blocks.{layer}.hook_resid_post")
+
+
+def write_deepspec(to: Store, shard: int, samples: Iterable[Sample], selection: Selection) -> Written:
+    """``shard-00012.bin``: for each prompt ids int32, attention and loss mask uint8, layers bfloat16 [T, L * D], last state
+    bfloat16 [T, D] post-norm; where each begins stands in ``samples.idx``."""
+    import torch
+
+    sink = io.BytesIO()
+    for sample in samples:
+        num_tokens = len(sample.input_ids)
+        arrays = [
+            sample.input_ids.int(),
+            torch.ones(num_tokens, dtype=torch.uint8),
+            sample.loss_mask.to(torch.uint8),
+            sample.joined,
+            sample.last.contiguous(),
+        ]
+        for array in arrays:
+            sink.write(bytes(-sink.tell() % DEEPSPEC_ALIGNMENT))
+            sink.write(array.view(-1).view(torch.uint8).numpy().data)
+    written = Written()
+    written.publish(to, _deepspec_name(shard), sink.getvalue())
+    return written
+
+
+def finish_deepspec(to: Store, dataset: Store, manifest: Manifest, selection: Selection) -> None:
+    """``samples.idx`` and ``manifest.json``."""
+    index, sample_id = bytearray(), 0
+    for shard, lengths in enumerate(_planned_lengths(dataset, manifest)):
+        end = 0
+        for num_tokens in lengths:
+            offsets = []
+            state_bytes = 2 * num_tokens * selection.hidden_size
+            for nbytes in (4 * num_tokens, num_tokens, num_tokens, len(selection.layers) * state_bytes, state_bytes):
+                offsets.append(end + -end % DEEPSPEC_ALIGNMENT)
+                end = offsets[-1] + nbytes
+            index += DEEPSPEC_RECORD.pack(sample_id, shard, num_tokens, *offsets)
+            sample_id += 1
+    to.publish("samples.idx", bytes(index))
+    content = {
+        "version": 2,
+        "num_samples": sample_id,
+        "num_shards": manifest.plan.num_shards,
+        "target_layer_ids": [-1 if layer == "embed" else layer for layer in selection.layers],
+        "hidden_dtype": "bfloat16",
+        "token_dtype": "int32",
+        "mask_dtype": "uint8",
+        "index_record_size": DEEPSPEC_RECORD.size,
+        "hidden_size": selection.hidden_size,
+        "target_model_name_or_path": selection.model,
+        "shards": [
+            {"shard_id": shard, "file_name": _deepspec_name(shard)} for shard in range(manifest.plan.num_shards)
+        ],
+    }
+    to.publish("manifest.json", json.dumps(content, indent=1).encode())
+
+
+def _deepspec_name(shard: int) -> str:
+    return f"shard-{shard:05d}.bin"
+
+
+#: By the name that `hsray.export` takes.
+TARGETS: Mapping[str, Target] = {
+    "safetensors": Target(what="one safetensors file a prompt", write=write_safetensors),
+    "speculators": Target(
+        what="speculators from v0.5", write=write_speculators, finish=finish_speculators, last="pre-norm"
+    ),
+    "speculators-v1": Target(
+        what="speculators to v0.4", write=write_speculators_v1, finish=finish_speculators_v1, last="pre-norm"
+    ),
+    "specforge": Target(what="SpecForge, EAGLE-3", write=write_specforge, last="post-norm", num_layers=3),
+    "specforge-dflash": Target(what="SpecForge, DFlash and DSpark", write=write_specforge_dflash, last="post-norm"),
+    "sae-lens": Target(
+        what="SAELens' cached activations", write=write_sae_lens, finish=finish_sae_lens, fixed_rows=True
+    ),
+    "deepspec": Target(
+        what="DeepSpec's target cache", write=write_deepspec, finish=finish_deepspec, last="post-norm", dtype="bfloat16"
+    ),
+    "webdataset": Target(what="one tar of safetensors a shard", write=write_webdataset),
+    "modelopt": Target(what="Model-Optimizer's offline EAGLE and DFlash", write=write_modelopt, last="post-norm"),
+}
+
+
+def _torch_bytes(content: Any) -> bytes:
+    import torch
+
+    sink = io.BytesIO()
+    torch.save(content, sink)
+    return sink.getvalue()
+
+
+def _ends(count: int, step: int) -> pa.Array:
+    return pa.array(np.arange(0, (count + 1) * step, step, dtype=np.int32))
+
+
+def _arrow_name(shard: int) -> str:
+    return f"data-{shard:05d}.arrow"
+
+
+def _arrow_bytes(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def _publish_arrow_head(to: Store, manifest: Manifest, features: Mapping[str, Any], format_type: str | None) -> None:
+    """What Hugging Face's ``load_from_disk`` reads first."""
+    info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
+    to.publish("dataset_info.json", json.dumps(info, indent=2).encode())
+    state = {
+        "_data_files": [{"filename": _arrow_name(shard)} for shard in range(manifest.plan.num_shards)],
+        "_fingerprint": manifest.identity.digest[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": format_type,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    to.publish("state.json", json.dumps(state, indent=2).encode())
+
+
+def _planned_lengths(dataset: Store, manifest: Manifest) -> Iterator[Sequence[int]]:
+    """The tokens of each shard's prompts, shard by shard; of the plan, one file at a time is held."""
+    for file in manifest.plan.files:
+        for prompts in read_plan_file(dataset, file)["input_ids"]:
+            yield prompts.values.value_lengths().to_pylist()
+
+
+def _planned_tokens(dataset: Store, manifest: Manifest) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Each shard's token ids and loss mask, prompts one after another."""
+    for file in manifest.plan.files:
+        table = read_plan_file(dataset, file)
+        for ids, masks in zip(table["input_ids"], table["loss_mask"], strict=True):
+            mask_S = masks.values.flatten().to_numpy(zero_copy_only=False)
+            yield ids.values.flatten().to_numpy(), mask_S
