@@ -1,15 +1,17 @@
 """hsray turns prompts into a dataset of a language model's hidden states.
 
 report = hsray.build("prompts.jsonl", model="Qwen/Qwen3-8B", layers=[9, 19, "final"], out="s3://bucket/x")
+hsray.check("s3://bucket/x", deep=True)
 hsray.read("s3://bucket/x")[0]["hidden_states"][9]      # bfloat16 [T, D]
 """
 
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["build", "read"]
+__all__ = ["build", "check", "read"]
 
 if TYPE_CHECKING:
+    from hsray.audit import check
     from hsray.pipeline import build
     from hsray.reader import read
 
@@ -20,6 +22,10 @@ def __getattr__(name: str) -> Any:
         from hsray.pipeline import build
 
         return build
+    if name == "check":
+        from hsray.audit import check
+
+        return check
     if name == "read":
         from hsray.reader import read
 

@@ -164,13 +164,13 @@ def build(
     if store.is_private:
         raise ValueError(f"out={store.url!r} is memory of this process alone; give a folder, or an object store")
     manifest = _open_dataset(store, wanted)
-    with _ray_data():
+    with quiet_ray():
         with _forgotten_on_error(manifest, store):
             manifest = _plan(manifest, dataset, store, description, trust_remote_code, storage_options)
         planned = time.monotonic()
         published = published_shards(store)
         if manifest.state != "complete" or len(published) != manifest.plan.num_shards:
-            check_shards(manifest, published, store)
+            digests = check_shards(manifest, published, store)
         pending = pending_shards(manifest.plan, published)
         report = _report(manifest, store)
         report.plan_s = planned - started
@@ -178,10 +178,11 @@ def build(
             pool = _Pool.of(manifest, engines, num_pending=len(pending))
             of_this_run = {"trust_remote_code": trust_remote_code, "request_timeout_s": request_timeout_s}
             job = _capture_job(manifest, description, store, storage_options, pool.writers_each, of_this_run)
-            _capture(job, manifest, pending, pool, report, progress)
+            digests |= _capture(job, manifest, pending, pool, report, progress)
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
-    manifest = complete(manifest, store) if manifest.state != "complete" else manifest
+    if manifest.state != "complete" or pending:
+        manifest = complete(manifest, store, digests)
     check_inventory(manifest, published_shards(store), store)
     report.nbytes = sum(manifest.shard_file_bytes)
     report.elapsed_s = time.monotonic() - started
@@ -234,7 +235,7 @@ def _plan(
     rows = read_rows(dataset, storage_options=storage_options)
     identity = manifest.identity
     if manifest.plan is not None:
-        with closing(_blocks(digest_dataset(rows))) as blocks:
+        with closing(blocks_of(digest_dataset(rows))) as blocks:
             digest = digest_rows(blocks)
         check_identity(identity, replace(identity, prompts_digest=digest), store)
         return manifest
@@ -256,7 +257,7 @@ def _plan(
         max_tokens=identity.max_tokens,
     )
     _forget_plan(store)
-    with closing(_blocks(prompts)) as blocks:
+    with closing(blocks_of(prompts)) as blocks:
         manifest = manifest.with_plan(write_plan(blocks, store, options))
     manifest.save(store)
     return manifest
@@ -353,13 +354,13 @@ class _Pool:
 
 def _capture(
     job: CaptureJob, manifest: Manifest, pending: list[int], pool: _Pool, report: BuildReport, progress: bool
-) -> None:
-    """Streams the pending shards to the engine actors, one a task, and gathers their receipts."""
+) -> dict[int, str]:
+    """Streams the pending shards to the engine actors, one a task, and gathers their receipts; gives their digests."""
     import ray.data
     from ray.util.annotations import RayDeprecationWarning
     from tqdm import tqdm
 
-    files = _pending_files(manifest.plan.files, pending)
+    files = plan_files_of(manifest.plan.files, pending)
     names: list[str] = []
     tasks_each = job.options.num_buffers + 1  # some capture, others write, and one more stands ready for the engine
     with warnings.catch_warnings():
@@ -389,19 +390,22 @@ def _capture(
         )
     receipts.context.target_max_block_size = 1  # a block for each row: one shard a task, and its receipt at once
     receipts.context.execution_options.preserve_order = False
+    digests: dict[int, str] = {}
     num_tokens = sum(manifest.plan.shard_tokens[shard] for shard in pending)
     with (
         _killed_on_error(names),
         tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="hidden states", disable=not progress) as bar,
     ):
-        for block in _blocks(receipts):
+        for block in blocks_of(receipts):
             for receipt in (Receipt(**row) for row in block.to_pylist()):
                 report.add(receipt)
+                digests[receipt.shard] = receipt.digest
                 bar.start_t = report.first_started_at  # the engine's start says nothing of the time left
                 bar.set_postfix_str(
                     f"{report.new_shards}/{len(pending)} shards, {report.nbytes / 1e6:,.0f} MB", refresh=False
                 )
                 bar.update(receipt.tokens)
+    return digests
 
 
 @contextmanager
@@ -419,8 +423,8 @@ def _killed_on_error(names: list[str]) -> Iterator[None]:
         raise
 
 
-def _pending_files(files: Sequence[PlanFile], pending: list[int]) -> list[dict[str, Any]]:
-    """The plan files that hold pending shards, each with the numbers of those."""
+def plan_files_of(files: Sequence[PlanFile], pending: list[int]) -> list[dict[str, Any]]:
+    """The plan files that hold some shards, each with the numbers of those."""
     waiting = set(pending)
     rows = []
     for file in files:
@@ -453,7 +457,7 @@ def _report(manifest: Manifest, store: Store) -> BuildReport:
     )
 
 
-def _blocks(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
+def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
     """A Ray dataset's blocks, in order; an error raised in a worker is raised here as itself."""
     from ray.exceptions import RayActorError, RayTaskError
 
@@ -485,7 +489,7 @@ def _own_error(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def _ray_data() -> Iterator[None]:
+def quiet_ray() -> Iterator[None]:
     """Ray, connected or started, with Ray Data quiet, patient, and keeping rows in order; restored afterwards."""
     import ray
     import ray.data

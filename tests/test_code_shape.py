@@ -11,6 +11,7 @@ import pytest
 
 import hsray
 from pipelines.build import main, make_parser, parse_bytes
+from pipelines.check import make_parser as make_check_parser
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,7 +23,9 @@ ORDER = [
     "prompts",
     "store",
     "plan",
+    "digest",
     "shard",
+    "shard_file",
     "manifest",
     "engine",
     "engine_transformers",
@@ -34,6 +37,7 @@ ORDER = [
     "report",
     "worker",
     "pipeline",
+    "audit",
     "reader",
     "verify",
     "export",
@@ -89,9 +93,9 @@ def test_imports_between_our_modules_point_one_way(name):
     assert {(name, other) for other in forward} <= FORWARD
 
 
-def test_only_the_pipeline_and_the_prompt_stage_know_ray():
+def test_only_the_pipeline_the_check_and_the_prompt_stage_know_ray():
     users = {name for name, tree in MODULES.items() if "ray" in packages_of(tree, everywhere=True)}
-    assert users == {"pipeline", "prompts"}
+    assert users == {"audit", "pipeline", "prompts"}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -147,6 +151,14 @@ def test_choices_are_those_of_the_function():
     for name in ("engine", "too_long"):
         literal = inspect.get_annotations(hsray.build, eval_str=False)[name]
         assert list(ACTIONS[name].choices) == list(literal.__args__)
+
+
+def test_each_flag_of_a_check_is_a_keyword_of_it_with_its_default():
+    keywords = inspect.signature(hsray.check).parameters
+    actions = {action.dest: action for action in make_check_parser()._actions if action.dest != "help"}
+    assert set(actions) == set(keywords)
+    for name, keyword in keywords.items():
+        assert actions[name].required or (actions[name].default or None) == (keyword.default or None)
 
 
 def test_help_explains_every_flag(capsys, monkeypatch):
