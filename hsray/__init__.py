@@ -1,6 +1,7 @@
 """hsray turns prompts into a dataset of a language model's hidden states.
 
 report = hsray.build("prompts.jsonl", model="Qwen/Qwen3-8B", layers=[9, 19, "final"], out="s3://bucket/x")
+hsray.check("s3://bucket/x", deep=True)
 hsray.read("s3://bucket/x")[0]["hidden_states"][9]      # bfloat16 [T, D]
 """
 
@@ -8,9 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["build", "export", "read", "verify"]
+__all__ = ["build", "check", "export", "read", "verify"]
 
 if TYPE_CHECKING:
+    from hsray.audit import check
     from hsray.exporter import export
     from hsray.pipeline import build
     from hsray.reader import read
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 #: Each is imported when it is asked for: reading needs neither Ray nor an engine, and building no reader.
-_HOMES = {"build": "pipeline", "export": "exporter", "read": "reader", "verify": "verifier"}
+_HOMES = {"build": "pipeline", "check": "audit", "export": "exporter", "read": "reader", "verify": "verifier"}
 
 
 def __getattr__(name: str) -> Any:

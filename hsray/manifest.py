@@ -1,7 +1,8 @@
 """What a dataset is, whether a request is the same dataset, and what of it is still missing.
 
 ``manifest.json`` is published before anything else and names the dataset's identity; its state goes from
-``planning`` (the plan is being written) through ``building`` to ``complete`` (every shard is there, with its bytes).
+``planning`` (the plan is being written) through ``building`` to ``complete`` (every shard is there, with its bytes and
+its digest).
 It holds no time and no random name, so the same build always ends with the same bytes.
 """
 
@@ -13,8 +14,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, Literal
 
+from hsray.layers import resolve_layers
+from hsray.model import DTYPE_BYTES
 from hsray.plan import Plan, PlanFile, shard_name, shard_number
-from hsray.shard import check_shard
+from hsray.shard_file import ExpectedShard, check_shard
 from hsray.store import Store
 
 NAME = "manifest.json"
@@ -22,7 +25,10 @@ NAME = "manifest.json"
 #: Footers read at a time; on an object store each is a round trip.
 CHECK_THREADS = 16
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+
+#: No count of a manifest reaches this; its bytes then fit 64 bits.
+MAX_COUNT = 1 << 48
 
 
 class ManifestError(ValueError):
@@ -82,11 +88,30 @@ class Manifest:
     plan: Plan | None = None
     shard_file_bytes: tuple[int, ...] | None = None
     """Of each shard's file; None until complete."""
+    shard_digests: tuple[str, ...] | None = None
+    """Of what each shard holds (`hsray.digest`); None until complete."""
 
     def with_plan(self, plan: Plan) -> "Manifest":
         """The manifest once the plan is written."""
         identity = replace(self.identity, prompts_digest=plan.prompts_digest, plan_digest=plan.digest)
         return replace(self, state="building", identity=identity, plan=plan)
+
+    def reopened(self) -> "Manifest":
+        """The manifest of a dataset of which shards are to be made again."""
+        return replace(self, state="building", shard_file_bytes=None, shard_digests=None)
+
+    def expected(self, shard: int) -> ExpectedShard:
+        """What a planned shard must be."""
+        return ExpectedShard(
+            shard=shard,
+            identity_digest=self.identity.digest,
+            layers=self.identity.layers,
+            hidden_size=self.identity.hidden_size,
+            dtype=self.identity.dtype,
+            num_prompts=self.plan.shard_prompts[shard],
+            num_tokens=self.plan.shard_tokens[shard],
+            digest=None if self.shard_digests is None else self.shard_digests[shard],
+        )
 
     def save(self, store: Store) -> None:
         """Publishes the manifest."""
@@ -114,7 +139,7 @@ def load_manifest(store: Store) -> Manifest | None:
         return None
     try:
         return _parse(json.loads(text))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(
             f"{store.url}/{NAME} is damaged or not of this version ({type(error).__name__}: {error}); restore it, or "
             "build to another out="
@@ -177,10 +202,12 @@ def pending_shards(plan: Plan, published: Iterable[int]) -> list[int]:
     return sorted(set(range(plan.num_shards)).difference(published))
 
 
-def check_shards(manifest: Manifest, published: Iterable[int], store: Store) -> None:
-    """Raises ManifestError unless the published shards are this dataset's, each with its prompts, as their footers say.
+def check_shards(manifest: Manifest, published: Iterable[int], store: Store) -> dict[int, str]:
+    """The digests of the published shards, as their footers say: number -> digest.
 
-    A file's name alone would let another dataset's shard be taken for one of this.
+    Raises:
+        ManifestError: some were not planned.
+        ShardError: one is not this dataset's, or has other prompts. Its name alone would let another's pass for it.
     """
     plan, published = manifest.plan, sorted(published)
     extra = [shard_name(shard) for shard in published if shard >= plan.num_shards]
@@ -189,19 +216,16 @@ def check_shards(manifest: Manifest, published: Iterable[int], store: Store) -> 
             f"{store.url!r} holds {len(extra)} shards that were not planned ({', '.join(extra[:3])}); the plan has "
             f"{plan.num_shards}: move them away"
         )
-
-    digest = manifest.identity.digest
-
-    def check(shard: int) -> None:
-        check_shard(store, shard, identity_digest=digest, num_prompts=plan.shard_prompts[shard])
-
     with ThreadPoolExecutor(CHECK_THREADS) as threads:
-        for _ in threads.map(check, published):
-            pass
+        digests = threads.map(lambda shard: check_shard(store, manifest.expected(shard)), published)
+        return dict(zip(published, digests, strict=True))
 
 
-def complete(manifest: Manifest, store: Store) -> Manifest:
+def complete(manifest: Manifest, store: Store, digests: Mapping[int, str]) -> Manifest:
     """Publishes the complete manifest, with the inventory, once every planned shard is there.
+
+    Args:
+        digests: Of what each shard holds, by number.
 
     Raises:
         ManifestError: a shard is missing, or one is there that was not planned, or another build has taken the folder.
@@ -220,7 +244,12 @@ def complete(manifest: Manifest, store: Store) -> Manifest:
             f"{store.url!r}: {len(missing)} planned shards are missing ({[shard_name(s) for s in missing[:3]]}), "
             f"{len(extra)} were not planned ({[shard_name(s) for s in extra[:3]]}); build again, and move the latter away"
         )
-    done = replace(manifest, state="complete", shard_file_bytes=tuple(published[s] for s in range(len(published))))
+    done = replace(
+        manifest,
+        state="complete",
+        shard_file_bytes=tuple(published[shard] for shard in range(len(published))),
+        shard_digests=tuple(digests[shard] for shard in range(len(published))),
+    )
     done.save(store)
     return done
 
@@ -241,17 +270,24 @@ def _parse(content: dict[str, Any]) -> Manifest:
     if missing:
         raise ValueError(f"its identity has no {', '.join(missing)}")
     identity["layers"] = tuple(identity["layers"])
+    if identity["dtype"] not in DTYPE_BYTES or not _are_counts([identity["hidden_size"], identity["num_layers"]]):
+        raise ValueError("its dtype is not known, or its model has no size")
+    if resolve_layers(identity["layers"], num_layers=identity["num_layers"]) != identity["layers"]:
+        raise ValueError("its layers are not in order")
     plan = _parse_plan(content["plan"]) if content["plan"] is not None else None
-    sizes = content["shard_file_bytes"]
+    sizes, digests = content["shard_file_bytes"], content["shard_digests"]
     manifest = Manifest(
         state=content["state"],
         identity=Identity(**identity),
         plan=plan,
         shard_file_bytes=tuple(sizes) if sizes is not None else None,
+        shard_digests=tuple(digests) if digests is not None else None,
     )
     if manifest.state != "planning" and (plan is None or plan.digest != manifest.identity.plan_digest):
         raise ValueError("its plan is not the one its identity names")
-    if manifest.state == "complete" and (not _are_counts(sizes) or len(sizes) != plan.num_shards):
+    if manifest.state == "complete" and not (
+        _are_counts(sizes) and _are_texts(digests) and len(sizes) == len(digests) == plan.num_shards
+    ):
         raise ValueError("it is complete without an inventory of every shard")
     return manifest
 
@@ -264,6 +300,8 @@ def _parse_plan(content: dict[str, Any]) -> Plan:
     plan = Plan(**values)
     if not _are_counts(content["shard_prompts"]) or not _are_counts(content["shard_tokens"]):
         raise ValueError("its plan's counts are no counts")
+    if [file.name for file in plan.files] != [f"plan/{number:06d}.parquet" for number in range(len(plan.files))]:
+        raise ValueError("its plan's files have other names than a plan's")
     first_shards = [0, *accumulate(file.num_shards for file in plan.files)]
     if len(plan.shard_prompts) != plan.num_shards or first_shards != [
         *(f.first_shard for f in plan.files),
@@ -274,4 +312,8 @@ def _parse_plan(content: dict[str, Any]) -> Plan:
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < MAX_COUNT for value in values)
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)

@@ -172,7 +172,7 @@ def build(
             manifest = _plan(manifest, dataset, store, request, storage_options, progress)
         planned = time.monotonic()
         published = published_shards(store)
-        check_shards(manifest, published, store)
+        digests = check_shards(manifest, published, store)
         pending = pending_shards(manifest.plan, published)
         report = _report(manifest, store)
         report.plan_s = planned - started
@@ -180,10 +180,11 @@ def build(
             pool = Pool.of(manifest.identity, request.engines, num_pending=len(pending))
             of_this_run = {"trust_remote_code": trust_remote_code, "request_timeout_s": request_timeout_s}
             job = _capture_job(manifest, request.model, store, storage_options, pool.writers_each, of_this_run)
-            _capture(job, manifest, pending, pool, report, progress)
+            digests |= _capture(job, manifest, pending, pool, report, progress)
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
-    manifest = complete(manifest, store) if manifest.state != "complete" else manifest
+    if manifest.state != "complete" or pending:
+        manifest = complete(manifest, store, digests)
     check_inventory(manifest, published_shards(store), store)
     report.nbytes = sum(manifest.shard_file_bytes)
     report.elapsed_s = time.monotonic() - started
@@ -354,13 +355,13 @@ class Pool:
 
 def _capture(
     job: CaptureJob, manifest: Manifest, pending: list[int], pool: Pool, report: BuildReport, progress: bool
-) -> None:
-    """Streams the pending shards to the engine actors, one a task, and gathers their receipts."""
+) -> dict[int, str]:
+    """Streams the pending shards to the engine actors, one a task, and gathers their receipts; gives their digests."""
     import ray.data
     from ray.util.annotations import RayDeprecationWarning
     from tqdm import tqdm
 
-    files = _pending_files(manifest.plan.files, pending)
+    files = plan_files_of(manifest.plan.files, pending)
     names: list[str] = []
     tasks_each = job.options.num_buffers + 1  # some capture, others write, and one more stands ready for the engine
     with warnings.catch_warnings():
@@ -390,6 +391,7 @@ def _capture(
         )
     receipts.context.target_max_block_size = 1  # a block for each row: one shard a task, and its receipt at once
     receipts.context.execution_options.preserve_order = False
+    digests: dict[int, str] = {}
     num_tokens = sum(manifest.plan.shard_tokens[shard] for shard in pending)
     with (
         _killed_on_error(names),
@@ -398,11 +400,13 @@ def _capture(
         for block in blocks_of(receipts):
             for receipt in (Receipt(**row) for row in block.to_pylist()):
                 report.add(receipt)
+                digests[receipt.shard] = receipt.digest
                 bar.start_t = report.first_started_at  # the engine's start says nothing of the time left
                 bar.set_postfix_str(
                     f"{report.new_shards}/{len(pending)} shards, {report.nbytes / 1e6:,.0f} MB", refresh=False
                 )
                 bar.update(receipt.tokens)
+    return digests
 
 
 @contextmanager
@@ -420,8 +424,8 @@ def _killed_on_error(names: list[str]) -> Iterator[None]:
         raise
 
 
-def _pending_files(files: Sequence[PlanFile], pending: list[int]) -> list[dict[str, Any]]:
-    """The plan files that hold pending shards, each with the numbers of those."""
+def plan_files_of(files: Sequence[PlanFile], pending: list[int]) -> list[dict[str, Any]]:
+    """The plan files that hold some shards, each with the numbers of those."""
     waiting = set(pending)
     rows = []
     for file in files:

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from hsray.layers import Layer, column_name
 from hsray.manifest import ManifestError, check_inventory, load_manifest, published_shards
-from hsray.shard import open_shard, to_tensor
+from hsray.shard import to_tensor
+from hsray.shard_file import ShardFile
 from hsray.store import Store
 
 if TYPE_CHECKING:
@@ -64,10 +64,10 @@ class HiddenStates:
         published = published_shards(store)
         check_inventory(manifest, published, store)
         self._shards = sorted(set(published).intersection(range(manifest.plan.num_shards)))
-        self._plan, self._identity_digest = manifest.plan, manifest.identity.digest
+        self._manifest = manifest
         prompts = [manifest.plan.shard_prompts[shard] for shard in self._shards]
         self._starts = np.cumsum([0, *prompts])
-        self._files: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+        self._files: OrderedDict[int, ShardFile] = OrderedDict()
         self._process = os.getpid()
 
     def __len__(self) -> int:
@@ -85,9 +85,8 @@ class HiddenStates:
         index %= len(self)
         position = int(np.searchsorted(self._starts, index, side="right")) - 1
         file = self._open(self._shards[position])
-        group, row = _find_row(file, index - int(self._starts[position]))
-        names = ["prompt_id", "num_tokens", "input_ids", "loss_mask", *map(column_name, self.layers)]
-        table = file.read_row_group(group, columns=names).combine_chunks()
+        group, row = file.find(index - int(self._starts[position]))
+        table = file.read(group, ["prompt_id", "input_ids", "loss_mask", *map(column_name, self.layers)])
         num_tokens = table["num_tokens"][row].as_py()
         return {
             "prompt_id": table["prompt_id"][row].as_py(),
@@ -100,28 +99,16 @@ class HiddenStates:
         name = column_name(layer)
         return to_tensor(table[name].chunk(0), row, table.schema.field(name), num_tokens)
 
-    def _open(self, shard: int) -> pq.ParquetFile:
+    def _open(self, shard: int) -> ShardFile:
         if self._process != os.getpid():  # a forked worker would share the files' positions with its parent
             self._files, self._process = OrderedDict(), os.getpid()
         if shard not in self._files:
             while len(self._files) >= OPEN_SHARDS:
-                self._files.popitem(last=False)[1].close(force=True)
-            self._files[shard] = open_shard(
-                self._store, shard, identity_digest=self._identity_digest, num_prompts=self._plan.shard_prompts[shard]
-            )
+                self._files.popitem(last=False)[1].close()
+            self._files[shard] = ShardFile(self._store, self._manifest.expected(shard))
         self._files.move_to_end(shard)
         return self._files[shard]
 
     def __getstate__(self) -> dict[str, Any]:
         # Open files do not travel to DataLoader workers.
         return {**self.__dict__, "_files": OrderedDict()}
-
-
-def _find_row(file: pq.ParquetFile, row: int) -> tuple[int, int]:
-    """The row group of a shard's row, and the row in it."""
-    for group in range(file.metadata.num_row_groups):
-        num_rows = file.metadata.row_group(group).num_rows
-        if row < num_rows:
-            return group, row
-        row -= num_rows
-    raise IndexError(f"row {row} past the shard's end")

@@ -27,11 +27,13 @@ class Receipt:
     """False if the shard was there already, so that nothing was computed."""
     nbytes: int = 0
     """Of the file; 0 if it was there already."""
+    digest: str = ""
+    """Of what it holds (`hsray.digest`)."""
     wait_s: float = 0.0
     """The engine's, for a writer to give memory back."""
     capture_s: float = 0.0
     check_s: float = 0.0
-    """Beside the capture of other shards, as are the next two: looking for numbers that are not finite."""
+    """Beside the capture of other shards, as are the next two: looking for numbers that are not finite, and the digest."""
     write_s: float = 0.0
     """Making the Parquet file."""
     publish_s: float = 0.0

@@ -17,7 +17,8 @@ import pyarrow as pa
 from hsray.engine import CaptureError, EngineDied, EngineName, EngineOptions, ShardBuffer, open_engine
 from hsray.plan import shard_name
 from hsray.report import Receipt
-from hsray.shard import ShardPrompts, check_shard, shard_table, stamped, write_table
+from hsray.shard import ShardPrompts, shard_table, stamped, write_table
+from hsray.shard_file import ExpectedShard, check_shard
 from hsray.store import Store
 
 
@@ -74,18 +75,24 @@ class CaptureWorker:
             published_at=time.time(),
         )
         if self._store.exists(shard_name(prompts.shard)):
-            check_shard(
-                self._store,
-                prompts.shard,
-                identity_digest=self._job.identity_digest,
-                num_prompts=len(prompts.prompt_ids),
-            )
-            return receipt
+            return replace(receipt, digest=check_shard(self._store, self._expected(receipt)))
         buffer, receipt = self._capture(prompts, receipt)
         try:
             return self._publish(prompts, buffer, receipt)
         finally:
             buffer.release()
+
+    def _expected(self, receipt: Receipt) -> ExpectedShard:
+        model = self._job.options.model
+        return ExpectedShard(
+            shard=receipt.shard,
+            identity_digest=self._job.identity_digest,
+            layers=self._job.options.layers,
+            hidden_size=model.hidden_size,
+            dtype=model.dtype,
+            num_prompts=receipt.prompts,
+            num_tokens=receipt.tokens,
+        )
 
     def _capture(self, prompts: ShardPrompts, receipt: Receipt) -> tuple[ShardBuffer, Receipt]:
         """A shard's states, once the engine is free for it."""
@@ -120,6 +127,7 @@ class CaptureWorker:
         return replace(
             receipt,
             nbytes=nbytes,
+            digest=table.schema.metadata[b"hsray.digest"].decode(),
             published_at=time.time(),
             check_s=checked - begun,
             write_s=written - checked,

@@ -5,7 +5,6 @@ Shapes: T tokens of a prompt, S tokens of a shard, D hidden size.
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,7 +17,16 @@ from hsray.manifest import Identity, Manifest, complete, load_manifest
 from hsray.model import DTYPE_BYTES, describe_model, load_tokenizer, tokenizer_digest
 from hsray.plan import Plan, PlanOptions, read_plan_file, shard_name, write_plan
 from hsray.prompts import PROMPTS_SCHEMA
-from hsray.shard import ShardPrompts, layer_columns, shard_schema, shard_table, stamped, to_tensor, write_table
+from hsray.shard import (
+    ShardPrompts,
+    digested,
+    layer_columns,
+    shard_schema,
+    shard_table,
+    stamped,
+    to_tensor,
+    write_table,
+)
 from hsray.store import Store
 
 #: A prompt's states, layer -> [T, D], to be changed in place; its position in the shard's list.
@@ -58,6 +66,7 @@ def make_dataset(
         compression=compression,
         max_tokens=1024,
         too_long="error",
+        prompt_options={},
         prompts_digest=None,
         plan_digest=None,
     )
@@ -65,7 +74,7 @@ def make_dataset(
         bytes_per_token=value_bytes * len(resolved),
         value_bytes_per_token=value_bytes,
         shard_bytes=identity.shard_bytes,
-        max_tokens=1024,
+        duplicates="keep",
     )
     plan = write_plan([_prompts(lengths, description.vocab_size, seed)], store, options)
     manifest = Manifest(state="planning", identity=identity).with_plan(plan)
@@ -73,13 +82,14 @@ def make_dataset(
     engine_options = EngineOptions(
         model=description, layers=resolved, max_tokens=max(lengths), buffer_tokens=max(plan.shard_tokens), num_buffers=1
     )
+    digests = {}
     with open_engine("transformers", engine_options) as engine:
         for prompts in planned_shards(store, plan):
             buffer = engine.buffer(int(prompts.ends[-1]))
             engine.capture_all(prompts.tokens, into=buffer)
-            _write(store, manifest, prompts, buffer.states)
+            digests[prompts.shard] = _write(store, manifest, prompts, buffer.states)
             buffer.release()
-    complete(manifest, store)
+    complete(manifest, store, digests)
     return out
 
 
@@ -91,7 +101,6 @@ def _prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> pa.Table:
             "prompt_id": f"p{number}",
             "input_ids": [chosen.randrange(vocab_size) for _ in range(num_tokens)],
             "loss_mask": [chosen.random() < 0.5 for _ in range(num_tokens)],
-            "too_long": False,
         }
         for number, num_tokens in enumerate(lengths)
     ]
@@ -103,18 +112,21 @@ def planned_shards(store: Store, plan: Plan) -> list[ShardPrompts]:
     return [ShardPrompts.from_plan(table, row) for table in tables for row in range(len(table))]
 
 
-def _write(store: Store, manifest: Manifest, prompts: ShardPrompts, states: States) -> None:
+def _write(store: Store, manifest: Manifest, prompts: ShardPrompts, states: States) -> str:
+    """Publishes a shard; gives its digest."""
     identity = manifest.identity
     schema = shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.dtype)
     schema = stamped(schema, shard=prompts.shard, identity_digest=identity.digest)
+    table = shard_table(prompts, states, schema)
     with store.staged(shard_name(prompts.shard)) as sink:
-        write_table(shard_table(prompts, states, schema), sink, compression=identity.compression)
+        write_table(table, sink, compression=identity.compression)
+    return table.schema.metadata[b"hsray.digest"].decode()
 
 
 def rewrite(out: Path, change: Callable[[list[States], ShardPrompts], ShardPrompts | None]) -> None:
     """Lets `change` alter each shard's prompts' states, or return other prompts, and makes the dataset whole again."""
     store = Store(out)
-    manifest = load_manifest(store)
+    manifest, digests = load_manifest(store), {}
     for prompts in planned_shards(store, manifest.plan):
         table = pq.read_table(out / shard_name(prompts.shard)).combine_chunks()
         states = [
@@ -131,9 +143,11 @@ def rewrite(out: Path, change: Callable[[list[States], ShardPrompts], ShardPromp
         for name, values in columns.items():
             table = table.set_column(table.column_names.index(name), table.schema.field(name), values)
         schema = stamped(table.schema, shard=prompts.shard, identity_digest=manifest.identity.digest)
+        table = digested(table.cast(schema))
+        digests[prompts.shard] = table.schema.metadata[b"hsray.digest"].decode()
         with store.staged(shard_name(prompts.shard)) as sink:
-            write_table(table.cast(schema), sink, compression=manifest.identity.compression)
-    complete(replace(manifest, state="building", shard_file_bytes=None), store)
+            write_table(table, sink, compression=manifest.identity.compression)
+    complete(manifest.reopened(), store, digests)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -174,7 +173,7 @@ def test_a_shard_of_another_dataset_or_a_damaged_one_is_refused_and_restored_onc
     with pytest.raises(ValueError, match="is damaged"):  # complete, and every file of its size
         build_tiny(tiny_llama, rows, out)
     manifest = load_manifest(Store(out))
-    replace(manifest, state="building", shard_file_bytes=None).save(Store(out))
+    manifest.reopened().save(Store(out))
     bad = [
         ("is not of this dataset: its identity_digest", files_of(tmp_path / "other")["shards/000000.parquet"]),
         ("is not of this dataset: its identity_digest", files_of(tmp_path / "other layer")["shards/000000.parquet"]),

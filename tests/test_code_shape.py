@@ -12,6 +12,7 @@ import pytest
 import hsray
 from hsray.request import CHOICES
 from pipelines.build import main, make_parser, parse_bytes
+from pipelines.check import make_parser as make_check_parser
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +26,9 @@ ORDER = [
     "prompts",
     "store",
     "plan",
+    "digest",
     "shard",
+    "shard_file",
     "manifest",
     "engine",
     "request",
@@ -40,6 +43,7 @@ ORDER = [
     "report",
     "worker",
     "pipeline",
+    "audit",
     "reader",
     "faults",
     "recompute",
@@ -98,9 +102,9 @@ def test_imports_between_our_modules_point_one_way(name):
     assert {(name, other) for other in forward} <= FORWARD
 
 
-def test_only_the_pipeline_the_prompt_stage_and_the_exporter_know_ray():
+def test_only_the_pipeline_and_what_reads_prompts_or_whole_datasets_knows_ray():
     users = {name for name, tree in MODULES.items() if "ray" in packages_of(tree, everywhere=True)}
-    assert users == {"raydata", "pipeline", "sources", "prompts", "exporter"}
+    assert users == {"audit", "raydata", "pipeline", "sources", "prompts", "exporter"}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -157,6 +161,14 @@ def test_choices_are_those_of_the_function():
         literal = inspect.get_annotations(hsray.build, eval_str=False)[name]
         assert list(ACTIONS[name].choices) == list(literal.__args__)
         assert name == "engine" or literal.__args__ == CHOICES[name]
+
+
+def test_each_flag_of_a_check_is_a_keyword_of_it_with_its_default():
+    keywords = inspect.signature(hsray.check).parameters
+    actions = {action.dest: action for action in make_check_parser()._actions if action.dest != "help"}
+    assert set(actions) == set(keywords)
+    for name, keyword in keywords.items():
+        assert actions[name].required or (actions[name].default or None) == (keyword.default or None)
 
 
 def test_help_explains_every_flag(capsys, monkeypatch):

@@ -58,7 +58,9 @@ PLAN = Plan(
 )
 PLANNING = Manifest(state="planning", identity=IDENTITY)
 BUILDING = PLANNING.with_plan(PLAN)
-COMPLETE = replace(BUILDING, state="complete", shard_file_bytes=(400, 300, 100))
+COMPLETE = replace(BUILDING, state="complete", shard_file_bytes=(400, 300, 100), shard_digests=("d0", "d1", "d2"))
+
+DIGESTS = dict(enumerate(COMPLETE.shard_digests))
 
 
 def text_of(manifest: Manifest) -> str:
@@ -105,9 +107,9 @@ def test_states_go_from_planning_through_building_to_complete(tmp_path):
     )
     building.save(store)
     publish_shards(store, 0, 1, 2)
-    complete(load_manifest(store), store)
+    complete(load_manifest(store), store, DIGESTS)
     done = load_manifest(store)
-    assert (done.state, done.shard_file_bytes) == ("complete", (1, 2, 3))
+    assert (done.state, done.shard_file_bytes, done.shard_digests) == ("complete", (1, 2, 3), ("d0", "d1", "d2"))
 
 
 def test_the_same_dataset_has_the_same_manifest_byte_for_byte(tmp_path):
@@ -115,7 +117,7 @@ def test_the_same_dataset_has_the_same_manifest_byte_for_byte(tmp_path):
         store = Store(tmp_path / name)
         BUILDING.save(store)
         publish_shards(store, 0, 1, 2)
-        complete(BUILDING, store)
+        complete(BUILDING, store, DIGESTS)
     assert (tmp_path / "first/manifest.json").read_bytes() == (tmp_path / "second/manifest.json").read_bytes()
 
 
@@ -191,7 +193,7 @@ DAMAGED = {
     "another JSON file": '{"name": "something else"}',
     "not UTF-8": b'{"format": "\xff"}',
     "another format": changed(COMPLETE, "format", to="hsrax"),
-    "a later version": changed(COMPLETE, "format_version", to=2),
+    "a later version": changed(COMPLETE, "format_version", to=3),
     "no identity": changed(COMPLETE, "identity", to=...),
     "an unknown state": changed(COMPLETE, "state", to="done"),
     "an unknown identity": changed(COMPLETE, "identity", "colour", to="red"),
@@ -206,6 +208,9 @@ DAMAGED = {
     "a plan file of other shards": changed(BUILDING, "plan", "files", 1, "first_shard", to=1),
     "complete without an inventory": changed(COMPLETE, "shard_file_bytes", to=None),
     "complete with half an inventory": changed(COMPLETE, "shard_file_bytes", 2, to=...),
+    "complete without digests": changed(COMPLETE, "shard_digests", to=None),
+    "complete with half the digests": changed(COMPLETE, "shard_digests", 2, to=...),
+    "digests of something else": changed(COMPLETE, "shard_digests", 0, to=7),
     "an inventory of something else": changed(COMPLETE, "shard_file_bytes", to="abc"),
     "layers of something else": changed(COMPLETE, "identity", "layers", to="embed"),
 }
@@ -304,5 +309,5 @@ def test_only_a_dataset_with_every_planned_shard_and_no_other_is_complete(tmp_pa
     BUILDING.save(store)
     publish_shards(store, *shards)
     with pytest.raises(ManifestError, match=re.escape(message)):
-        complete(BUILDING, store)
+        complete(BUILDING, store, DIGESTS)
     assert load_manifest(store).state == "building"
