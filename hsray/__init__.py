@@ -7,9 +7,10 @@ hsray.read("s3://bucket/x")[0]["hidden_states"][9]      # bfloat16 [T, D]
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["build", "read"]
+__all__ = ["build", "estimate", "preview", "read"]
 
 if TYPE_CHECKING:
+    from hsray.estimator import estimate, preview
     from hsray.pipeline import build
     from hsray.reader import read
 
@@ -20,6 +21,10 @@ def __getattr__(name: str) -> Any:
         from hsray.pipeline import build
 
         return build
+    if name in ("estimate", "preview"):
+        from hsray import estimator
+
+        return getattr(estimator, name)
     if name == "read":
         from hsray.reader import read
 

@@ -228,12 +228,14 @@ def _read_array(path: str, file: IO[bytes]) -> Iterator[Row]:
         at = skip_space(text, at).end()
         if number == 0 and text[at : at + 1] == "]":
             return
-        fault = "the array ends within it"
+        fault = "the file ends within it"
         try:
             _, end = decode(text, at)
             after = skip_space(text, end).end()
         except json.JSONDecodeError as error:
-            fault, after = f"{error.msg} at character {error.pos - at} of it", len(text)
+            after = len(text)
+            if error.pos < len(text):
+                fault = f"{error.msg} at character {error.pos - at} of it"
         if after == len(text):  # what is read so far may end within the item
             more = reader.read(max(ARRAY_CHARS, len(text) - at))
             if not more:

@@ -39,6 +39,7 @@ ORDER = [
     "report",
     "worker",
     "pipeline",
+    "estimator",
     "reader",
     "verify",
     "export",

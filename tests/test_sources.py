@@ -231,11 +231,11 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("text", "number", "error"),
         [
-            ('[{"text": "a"}, {"text": "b"', 1, "the array ends within it"),
-            ('[{"text": "a"}, ', 1, "the array ends within it"),
+            ('[{"text": "a"}, {"text": "b"', 1, "the file ends within it"),
+            ('[{"text": "a"}, ', 1, "the file ends within it"),
             ('[{"text": "a"}, {"text" "b"}]', 1, "Expecting ':' delimiter at character 8 of it"),
             ('[{"text": "a"}; {"text": "b"}]', 1, "';' follows item 0, where ',' or ']' must"),
-            ("[", 0, "the array ends within it"),
+            ("[", 0, "the file ends within it"),
         ],
     )
     def test_a_damaged_array_is_an_error_at_the_item(self, tmp_path: Path, text: str, number: int, error: str):
