@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["build", "check", "export", "read", "verify"]
+__all__ = ["build", "check", "estimate", "export", "preview", "read", "verify"]
 
 if TYPE_CHECKING:
     from hsray.audit import check
+    from hsray.estimator import estimate, preview
     from hsray.exporter import export
     from hsray.pipeline import build
     from hsray.reader import read
@@ -20,7 +21,15 @@ if TYPE_CHECKING:
 
 
 #: Each is imported when it is asked for: reading needs neither Ray nor an engine, and building no reader.
-_HOMES = {"build": "pipeline", "check": "audit", "export": "exporter", "read": "reader", "verify": "verifier"}
+_HOMES = {
+    "build": "pipeline",
+    "check": "audit",
+    "estimate": "estimator",
+    "export": "exporter",
+    "preview": "estimator",
+    "read": "reader",
+    "verify": "verifier",
+}
 
 
 def __getattr__(name: str) -> Any:

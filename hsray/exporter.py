@@ -18,7 +18,8 @@ from hsray.layers import Layer, LayersSpec, column_name, resolve_layers
 from hsray.manifest import Manifest, ManifestError, check_inventory, load_manifest, published_shards
 from hsray.norm import load_final_norm
 from hsray.raydata import blocks_of, ray_data
-from hsray.shard import open_shard, to_tensor
+from hsray.shard import to_tensor
+from hsray.shard_file import ShardFile
 from hsray.store import Store
 from hsray.targets import TARGETS, Sample, Selection, Written
 
@@ -276,19 +277,17 @@ def read_samples(dataset: Store, job: ExportJob, shard: int, first_row: int) -> 
     """A shard's prompts in order; a row group of it is held at a time."""
     import torch
 
-    selection, plan = job.selection, job.manifest.plan
-    file = open_shard(
-        dataset, shard, identity_digest=job.manifest.identity.digest, num_prompts=plan.shard_prompts[shard]
-    )
-    names = ["prompt_id", "num_tokens", "input_ids", "loss_mask", *map(column_name, selection.read)]
+    selection = job.selection
+    names = [*map(column_name, selection.read)]
+    file = ShardFile(dataset, job.manifest.expected(shard))
     try:
-        for group in range(file.num_row_groups):
-            table = file.read_row_group(group, columns=names).combine_chunks()
-            tokens = table.select(names[:4]).to_pylist()
+        for group in range(file.num_groups):
+            table = file.read(group, ["prompt_id", "input_ids", "loss_mask", *names])
+            tokens = table.select(["prompt_id", "num_tokens", "input_ids", "loss_mask"]).to_pylist()
             for row, about in enumerate(tokens):
                 states = {
                     layer: to_tensor(table[name].chunk(0), row, table.schema.field(name), about["num_tokens"])
-                    for layer, name in zip(selection.read, names[4:], strict=True)
+                    for layer, name in zip(selection.read, names, strict=True)
                 }
                 yield Sample(
                     row=first_row,
@@ -300,7 +299,7 @@ def read_samples(dataset: Store, job: ExportJob, shard: int, first_row: int) -> 
                 )
                 first_row += 1
     finally:
-        file.close(force=True)
+        file.close()
 
 
 def _last(states: "Mapping[Layer, torch.Tensor]", job: ExportJob) -> "torch.Tensor | None":

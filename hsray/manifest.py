@@ -295,7 +295,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
 def _parse_plan(content: dict[str, Any]) -> Plan:
     values = dict(content)
     values["files"] = tuple(PlanFile(**file) for file in values["files"])
-    for name in ("shard_prompts", "shard_tokens"):
+    for name in ("shard_prompts", "shard_tokens", "length_histogram"):
         values[name] = tuple(values[name])
     plan = Plan(**values)
     if not _are_counts(content["shard_prompts"]) or not _are_counts(content["shard_tokens"]):

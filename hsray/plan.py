@@ -86,6 +86,8 @@ class Plan:
     num_dropped: int
     num_truncated: int
     """Prompts cut to `max_tokens`."""
+    length_histogram: tuple[int, ...]
+    """Prompts of up to 2^i tokens, but more than 2^(i-1), for each i."""
     prompts_digest: str
     """Over the dataset's rows, in order."""
 
@@ -163,6 +165,7 @@ class ShardCutter:
         self.shard_prompts: list[int] = []
         self.shard_tokens: list[int] = []
         self.longest_prompt = 0
+        self.length_histogram = [0] * 32
         self._prompts = self._tokens = 0
 
     def add(self, lengths: Sequence[int]) -> list[int]:
@@ -177,6 +180,7 @@ class ShardCutter:
                 prompts = tokens = 0
             prompts += 1
             tokens += num_tokens
+            self.length_histogram[(num_tokens - 1).bit_length()] += 1
         self._prompts, self._tokens = prompts, tokens
         self.longest_prompt = max(self.longest_prompt, max(lengths, default=0))
         return ends
@@ -244,6 +248,7 @@ class _PlanWriter:
             longest_prompt=self._cutter.longest_prompt,
             num_dropped=num_dropped,
             num_truncated=self._num_truncated,
+            length_histogram=tuple(self._cutter.length_histogram[: (self._cutter.longest_prompt - 1).bit_length() + 1]),
             prompts_digest=self._options.prompts_digest or self._rows.hexdigest(),
         )
 

@@ -95,7 +95,7 @@ def tokenize_rows(rows: "ray.data.Dataset", options: PromptOptions) -> "ray.data
     its `error` set.
     """
     prompts = rows.repartition(target_num_rows_per_block=BATCH_ROWS, strict=True).map_batches(
-        _tokenize_batch,
+        tokenize_batch,
         fn_kwargs={"options": options},
         batch_size=TOKENIZE_BATCH_ROWS,
         batch_format="pyarrow",
@@ -144,7 +144,8 @@ def _add_sort_column(batch: pa.Table) -> pa.Table:
 _tokenizer = functools.lru_cache(maxsize=2)(load_chat_tokenizer)
 
 
-def _tokenize_batch(batch: pa.Table, *, options: PromptOptions) -> pa.Table:
+def tokenize_batch(batch: pa.Table, *, options: PromptOptions) -> pa.Table:
+    """The prompts of rows of `hsray.sources.ROWS_SCHEMA`, in their order."""
     tokenizer = _tokenizer(
         options.model, trust_remote_code=options.trust_remote_code, chat_template=options.chat_template
     )

@@ -35,6 +35,7 @@ def ray_data() -> Iterator[None]:
         # A shard may take minutes, and an engine longer to load; Ray would end the build.
         "execution_no_progress_timeout_s": -1,
         "max_errored_blocks": 0,
+        "raise_original_map_exception": True,  # otherwise it is wrapped in another, which loses it on its way here
     }
     before = {name: getattr(context, name) for name in wanted}
     before_order = context.execution_options.preserve_order

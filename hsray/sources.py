@@ -71,7 +71,7 @@ def read_rows(dataset: Any, *, storage_options: Mapping[str, Any] | None = None)
     if isinstance(dataset, Sequence) and dataset and all(isinstance(item, (str, Path)) for item in dataset):
         return _file_rows([str(item) for item in dataset], storage_options)
     if isinstance(dataset, Sequence) and all(isinstance(item, Mapping) for item in dataset):
-        return ray.data.from_arrow(_list_rows(dataset))
+        return ray.data.from_arrow(list_rows(dataset))
     raise ValueError(f"a dataset of type {type(dataset).__name__} is not known; wanted {WANTED}")
 
 
@@ -90,7 +90,7 @@ def _numbered_tables(dataset: Any) -> Iterator[pa.Table]:
 def _file_rows(patterns: list[str], storage_options: Mapping[str, Any] | None) -> "ray.data.Dataset":
     import ray.data
 
-    files = [file for pattern in patterns for file in _expand(pattern, storage_options)]
+    files = [file for pattern in patterns for file in expand(pattern, storage_options)]
     seen: set[str] = set()
     for file in files:
         if file in seen:
@@ -102,7 +102,7 @@ def _file_rows(patterns: list[str], storage_options: Mapping[str, Any] | None) -
     )
 
 
-def _expand(pattern: str, storage_options: Mapping[str, Any] | None) -> list[str]:
+def expand(pattern: str, storage_options: Mapping[str, Any] | None = None) -> list[str]:
     """The files that a path or a glob names, in order of their names."""
     from fsspec.core import url_to_fs
 
@@ -157,10 +157,15 @@ def _reader_of(name: str) -> tuple[Reader, str | None]:
 
 def _read_files(batch: pa.Table, *, storage_options: Mapping[str, Any] | None) -> Iterator[pa.Table]:
     for url in batch["path"].to_pylist():
-        yield from _batched(_read_file(url, storage_options))
+        yield from in_tables(read_file(url, storage_options))
 
 
-def _read_file(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[Row]:
+def read_file(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[Row]:
+    """The rows of one file, without Ray.
+
+    Raises:
+        PromptError: the file is damaged.
+    """
     from fsspec.core import url_to_fs
 
     fs, path = url_to_fs(url, **(storage_options or {}))
@@ -181,7 +186,8 @@ def _decompressed(file: IO[bytes], codec: str | None) -> Iterator[IO[bytes]]:
         yield io.BufferedReader(stream)
 
 
-def _batched(rows: Iterator[Row]) -> Iterator[pa.Table]:
+def in_tables(rows: Iterator[Row]) -> Iterator[pa.Table]:
+    """Rows as tables of `ROWS_SCHEMA`, the last of which may be empty."""
     batch: list[Row] = []
     for row in rows:
         batch.append(row)
@@ -222,12 +228,14 @@ def _read_array(path: str, file: IO[bytes]) -> Iterator[Row]:
         at = skip_space(text, at).end()
         if number == 0 and text[at : at + 1] == "]":
             return
-        fault = "the array ends within it"
+        fault = "the file ends within it"
         try:
             _, end = decode(text, at)
             after = skip_space(text, end).end()
         except json.JSONDecodeError as error:
-            fault, after = f"{error.msg} at character {error.pos - at} of it", len(text)
+            after = len(text)
+            if error.pos < len(text):
+                fault = f"{error.msg} at character {error.pos - at} of it"
         if after == len(text):  # what is read so far may end within the item
             more = reader.read(max(ARRAY_CHARS, len(text) - at))
             if not more:
@@ -270,7 +278,8 @@ def _read_batches(path: str, batches: Iterator[pa.RecordBatch]) -> Iterator[Row]
                 number += 1
 
 
-def _list_rows(dataset: Sequence[Mapping[str, Any]]) -> list[pa.Table]:
+def list_rows(dataset: Sequence[Mapping[str, Any]]) -> list[pa.Table]:
+    """The rows of a list, as tables of `ROWS_SCHEMA`."""
     tables = []
     for start in range(0, len(dataset), BATCH_ROWS):
         chunk = dataset[start : start + BATCH_ROWS]

@@ -31,13 +31,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from build import parse_bytes, parse_object
 from rich.console import Console
 from rich.table import Table
 
 import hsray
 from hsray.chat import tokenize_chat
 from hsray.engine import CaptureEngine, EngineOptions, open_engine
+from hsray.flags import parse_bytes, parse_object
 from hsray.layers import resolve_layers
 from hsray.model import describe_model, load_tokenizer
 from hsray.report import ENGINE_PARTS, WRITER_PARTS

@@ -2,44 +2,27 @@
 
     ray job submit --working-dir . -- python pipelines/build.py \\
         --model Qwen/Qwen3-8B --dataset prompts.jsonl --layers eagle3 --out s3://bucket/x
+
+With `--preview N` it shows the first prompts instead, with `--dry-run` what the build would make and cost.
 """
 
 import argparse
-import json
-import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+
+from rich.console import Console
 
 import hsray
 from hsray.engine import CaptureError
+from hsray.flags import parse_bytes, parse_object
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes from ``"256MiB"``, ``"1.5GB"`` or ``"1000000"``."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if not match or match[2].upper() not in UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes; write for example 256MiB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
-
-
-def parse_object(text: str) -> dict[str, Any]:
-    """A JSON object; errors do not repeat it, since it may hold credentials."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"this is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(
-            f'a JSON {type(value).__name__}; an object is wanted, for example {{"name": 1}}'
-        )
-    return value
+#: Flags that are no keyword of `hsray.build`: what else to do, and the keywords of `hsray.estimate`.
+INSTEAD = ("preview", "dry_run")
+ESTIMATE = ("tokens_per_s", "gpu_hour_price", "gb_month_price", "ratio")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser; its flags are `hsray.build`'s keywords."""
+    """The parser; its flags are `hsray.build`'s keywords, and `INSTEAD` and `ESTIMATE`."""
     parser = argparse.ArgumentParser(
         description="Build a dataset of a language model's hidden states. Saying the same again resumes it.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -103,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--columns",
-        type=json.loads,
+        type=parse_object,
         metavar="JSON",
         help="what the rows call such a column, where not by its own name: "
         '\'{"question": "query", "answer": "reply", "id": "uuid"}\'',
@@ -111,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--chat-template", metavar="PATH", help="a file with a Jinja template in place of the tokenizer's own")
     add(
         "--template-kwargs",
-        type=json.loads,
+        type=parse_object,
         metavar="JSON",
         help="what the template is told besides, such as '{\"enable_thinking\": false}'",
     )
@@ -176,18 +159,39 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--trust-remote-code", action="store_true", help="let the model's own code run")
     add("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
+    instead = parser.add_argument_group("instead of building, without a GPU or weights")
+    instead.add_argument(
+        "--preview", type=int, metavar="N", help="show the first N prompts: what is trained on, and the special tokens"
+    )
+    instead.add_argument("--dry-run", action="store_true", help="show what the build would make and cost")
+    instead.add_argument(
+        "--tokens-per-s", type=float, help="of one engine, as measured; for the GPU-hours of --dry-run"
+    )
+    instead.add_argument("--gpu-hour-price", type=float, help="of one GPU for one hour, for --dry-run")
+    instead.add_argument("--gb-month-price", type=float, help="of storing 10^9 bytes for a month, for --dry-run")
+    instead.add_argument(
+        "--ratio", type=float, help="stored bytes over raw ones; by default 0.79 for bfloat16 under zstd, and else 1"
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Builds as the flags say; prints the report, or one error."""
+    """Builds, or shows, as the flags say; prints the report, or one error."""
     arguments = vars(make_parser().parse_args(argv))
     from ray.exceptions import RayError  # takes seconds, which --help need not wait for
 
     if len(arguments["layers"]) == 1:
         arguments["layers"] = arguments["layers"][0]
+    dataset, count, dry_run = (arguments.pop(name) for name in ("dataset", *INSTEAD))
+    of_estimate = {name: arguments.pop(name) for name in ESTIMATE}
     try:
-        print(hsray.build(arguments.pop("dataset"), **arguments))
+        if count is not None:
+            for prompt in hsray.preview(dataset, count=count, **arguments):
+                Console(highlight=False).print(prompt, end="\n\n")
+        elif dry_run:
+            print(hsray.estimate(dataset, **of_estimate, **arguments))
+        else:
+            print(hsray.build(dataset, **arguments))
     except (ValueError, OSError, ImportError, CaptureError, RayError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

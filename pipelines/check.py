@@ -5,11 +5,11 @@ must be as many as its tokens, and finite. The exit status is 1 where one is not
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
 import hsray
+from hsray.flags import parse_object
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -19,7 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("out", metavar="OUT", help="the dataset's folder, on any fsspec target that every node reaches")
     add("--deep", action="store_true", help="also compare the digest of each shard's content")
     add("--repair", action="store_true", help="remove bad shards, so that the next build makes them again")
-    add("--storage-options", type=json.loads, metavar="JSON", help="for the filesystem of OUT; never stored")
+    add("--storage-options", type=parse_object, metavar="JSON", help="for the filesystem of OUT; never stored")
     add("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     return parser
 

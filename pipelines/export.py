@@ -4,12 +4,12 @@ python pipelines/export.py --out s3://bucket/x --target speculators --to s3://bu
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
 import hsray
 from hsray.engine import CaptureError
+from hsray.flags import parse_object
 from hsray.targets import TARGETS
 
 
@@ -42,7 +42,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--model",
         help="where the model lies now, should its final norm be needed; by default where it lay at the build",
     )
-    add("--storage-options", type=json.loads, metavar="JSON", help="for the filesystem of --out and --to; never stored")
+    add(
+        "--storage-options",
+        type=parse_object,
+        metavar="JSON",
+        help="for the filesystem of --out and --to; never stored",
+    )
     add("--trust-remote-code", action="store_true", help="let the model's own code run")
     add("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     return parser

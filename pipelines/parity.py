@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from build import parse_object
 from rich.console import Console
 from rich.table import Table
 
 from hsray import engine_sglang
 from hsray.engine import CaptureError, EngineName, EngineOptions, open_engine
 from hsray.engine_transformers import auto_model_class
+from hsray.flags import parse_object
 from hsray.layers import Layer, resolve_layers
 from hsray.model import describe_model
 

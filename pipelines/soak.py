@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from build import parse_object
 from parity import TEXT_TOKENS, families, make_model, relative_error, states
 from rich.console import Console
 
 import hsray
 from hsray.engine import CaptureError, EngineOptions, open_engine
+from hsray.flags import parse_object
 from hsray.layers import resolve_layers
 from hsray.model import describe_model
 

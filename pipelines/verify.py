@@ -6,12 +6,12 @@ The exit status is 0 for right, 1 for wrong, 2 where it could not be told.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
 import hsray
 from hsray.engine import CaptureError
+from hsray.flags import parse_object
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--engine-args",
-        type=json.loads,
+        type=parse_object,
         metavar="JSON",
         help='arguments for that engine, such as \'{"device": "cpu"}\'',
     )
@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="how far a prompt's mean token may be off, as a share of its norm; by default a few times what rounding to the "
         "stored dtype does",
     )
-    add("--storage-options", type=json.loads, metavar="JSON", help="for the filesystem of --out; never stored")
+    add("--storage-options", type=parse_object, metavar="JSON", help="for the filesystem of --out; never stored")
     add("--trust-remote-code", action="store_true", help="let the model's own code run")
     return parser
 

@@ -2,9 +2,11 @@
 
 import copy
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hsray.chat import ChatOptions, tokenize_chat
+from hsray.prompts import PromptOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +26,25 @@ def assistant(text: str, **more: Any) -> dict[str, Any]:
 
 def chat_options(**changes: Any) -> ChatOptions:
     return ChatOptions(**{"template_kwargs": {}, "train_on": "all", "rewritten_history": "error"} | changes)
+
+
+#: SmolLM2's.
+VOCAB_SIZE = 49152
+
+
+def prompt_options(model: Path) -> PromptOptions:
+    return PromptOptions(
+        model=str(model),
+        trust_remote_code=False,
+        chat_template=None,
+        columns={},
+        chat=chat_options(),
+        vocab_size=VOCAB_SIZE,
+        max_tokens=64,
+        too_long="error",
+        untrained="error",
+        sort="input",
+    )
 
 
 def with_template(

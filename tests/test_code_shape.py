@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 
 import hsray
+from hsray.flags import parse_bytes
 from hsray.request import CHOICES
-from pipelines.build import main, make_parser, parse_bytes
+from pipelines.build import ESTIMATE, INSTEAD, main, make_parser
 from pipelines.check import make_parser as make_check_parser
 
 ROOT = Path(__file__).parent.parent
 
 #: A module may import those before it.
 ORDER = [
+    "flags",
     "layers",
     "model",
     "chat",
@@ -44,6 +46,7 @@ ORDER = [
     "worker",
     "pipeline",
     "audit",
+    "estimator",
     "reader",
     "faults",
     "recompute",
@@ -138,7 +141,8 @@ def _is_property(node: ast.FunctionDef | ast.ClassDef) -> bool:
     return any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
 
 
-ACTIONS = {action.dest: action for action in make_parser()._actions if action.dest != "help"}
+EVERY_ACTION = {action.dest: action for action in make_parser()._actions if action.dest != "help"}
+ACTIONS = {name: action for name, action in EVERY_ACTION.items() if name not in (*INSTEAD, *ESTIMATE)}
 KEYWORDS = inspect.signature(hsray.build).parameters
 
 
@@ -146,6 +150,13 @@ def test_each_flag_is_a_keyword_of_build_and_each_keyword_a_flag():
     assert set(ACTIONS) == set(KEYWORDS)
     for name, action in ACTIONS.items():
         assert action.option_strings[0] == "--" + name.replace("_", "-")
+
+
+def test_the_other_flags_are_the_keywords_of_an_estimate():
+    parameters = inspect.signature(hsray.estimate).parameters.values()
+    assert [item.name for item in parameters if item.kind is item.KEYWORD_ONLY] == list(ESTIMATE)
+    assert all(EVERY_ACTION[item.name].default == item.default for item in parameters if item.name in ESTIMATE)
+    assert set(EVERY_ACTION) == {*KEYWORDS, *INSTEAD, *ESTIMATE}
 
 
 @pytest.mark.parametrize("name", KEYWORDS)
@@ -177,7 +188,7 @@ def test_help_explains_every_flag(capsys, monkeypatch):
         main(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out.partition("options:")[2]
-    for action in ACTIONS.values():
+    for action in EVERY_ACTION.values():
         assert re.search(rf"^  {action.option_strings[0]}\b", shown, re.MULTILINE)
         assert action.help and action.help in shown
 

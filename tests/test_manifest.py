@@ -54,6 +54,7 @@ PLAN = Plan(
     longest_prompt=20,
     num_dropped=1,
     num_truncated=2,
+    length_histogram=(0, 3, 5),
     prompts_digest="p0",
 )
 PLANNING = Manifest(state="planning", identity=IDENTITY)

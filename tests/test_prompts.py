@@ -1,79 +1,41 @@
-"""Any dataset becomes the same prompts in the same order, and a row that cannot is named with its file and line."""
+"""A row becomes the prompt that it says, whatever its shape, and a row that cannot is named with its file and line."""
 
 import json
-import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from hsray.chat import tokenize_chat
-from hsray.plan import PlanOptions, write_plan
-from hsray.plan import digest_rows as digest_blocks
-from hsray.prompts import PROMPTS_SCHEMA, PromptOptions, digest_rows, tokenize_rows
+from hsray.plan import Plan, PlanOptions, write_plan
+from hsray.prompts import PROMPTS_SCHEMA, PromptOptions, tokenize_batch
 from hsray.shapes import check_columns
-from hsray.sources import PromptError, read_rows
+from hsray.sources import PromptError, in_tables, list_rows, read_file
 from hsray.store import Store
-from tests.chats import assistant, chat_options, runs_of, user
-
-VOCAB_SIZE = 49152
-PLAN_OPTIONS = PlanOptions(bytes_per_token=8, value_bytes_per_token=8, shard_bytes=100, duplicates="keep")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_data(ray_session: None) -> Iterator[None]:
-    """Ray Data as a build sets it."""
-    from ray.data import DataContext
-
-    context = DataContext.get_current()
-    before = context.enable_progress_bars, context.execution_options.preserve_order
-    context.enable_progress_bars, context.execution_options.preserve_order = False, True
-    yield
-    context.enable_progress_bars, context.execution_options.preserve_order = before
-
-
-def blocks_of(dataset: Any) -> list[pa.Table]:
-    """A Ray dataset's blocks that hold something."""
-    blocks = dataset.iter_batches(batch_size=None, batch_format="pyarrow")
-    return [block for block in blocks if block.num_rows]
-
-
-def rows_of(dataset: Any) -> list[dict]:
-    return [row for block in blocks_of(dataset) for row in block.to_pylist()]
-
-
-def digest_of(dataset: Any) -> str:
-    return digest_blocks(blocks_of(digest_rows(read_rows(dataset))))
+from tests.chats import VOCAB_SIZE, assistant, chat_options, prompt_options, runs_of, user
 
 
 @pytest.fixture(scope="module")
 def options(demo_model: Path) -> PromptOptions:
-    return PromptOptions(
-        model=str(demo_model),
-        trust_remote_code=False,
-        chat_template=None,
-        columns={},
-        chat=chat_options(),
-        vocab_size=VOCAB_SIZE,
-        max_tokens=64,
-        too_long="error",
-        untrained="error",
-        sort="input",
+    return prompt_options(demo_model)
+
+
+PLAN_OPTIONS = PlanOptions(bytes_per_token=8, value_bytes_per_token=8, shard_bytes=100, duplicates="keep")
+
+
+def prompts_of(dataset: list | Path, options: PromptOptions) -> list[dict]:
+    """A list's or a file's, as a worker makes them."""
+    rows = list_rows(dataset) if isinstance(dataset, list) else in_tables(read_file(str(dataset), None))
+    return tokenize_batch(pa.concat_tables(rows), options=options).to_pylist()
+
+
+def planned(dataset: list | Path, options: PromptOptions, out: Path) -> Plan:
+    return write_plan(
+        [pa.Table.from_pylist(prompts_of(dataset, options), schema=PROMPTS_SCHEMA)], Store(out), PLAN_OPTIONS
     )
-
-
-def prompts_of(dataset: Any, options: PromptOptions) -> list[dict]:
-    return rows_of(tokenize_rows(read_rows(dataset), options))
-
-
-def write_lines(path: Path, rows: Iterable[object]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
@@ -100,12 +62,6 @@ def prompts(options: PromptOptions) -> list[dict]:
 
 class TestPrompts:
     """What a row's prompt is."""
-
-    def test_prompts_of_many_blocks_keep_their_order_though_the_first_takes_longest(self, options: PromptOptions):
-        rows = [{"id": number, "text": "word " * 400} for number in range(1000)]
-        rows += [{"id": number, "input_ids": [number]} for number in range(1000, 6000)]
-        prompts = prompts_of(rows, replace(options, too_long="drop"))
-        assert [prompt["prompt_id"] for prompt in prompts] == [str(number) for number in range(6000)]
 
     def test_tokens_and_masks_are_those_of_the_row(self, prompts: list[dict], demo_tokenizer):
         [chat] = tokenize_chat(demo_tokenizer, MESSAGES, options=chat_options())
@@ -135,25 +91,6 @@ class TestPrompts:
         assert all(ids[index].startswith("#") for index in (0, 1, 2, 3, 7, 8))
         assert ids[1] == ids[8]
         assert len({ids[0], ids[1], ids[2], ids[3], ids[7]}) == 5
-
-    def test_the_same_rows_from_any_source_are_the_same_prompts(self, options: PromptOptions, prompts, tmp_path: Path):
-        import ray.data
-
-        rows = [row for row in GOOD_ROWS if "unknown" not in row]
-        rows[3] = rows[3] | {"loss_mask": [0, 1, 1]}
-        rows[6] = rows[6] | {"id": "12"}
-        names = ["text", "messages", "input_ids", "loss_mask", "id", "prompt_id"]
-        table = pa.Table.from_pylist([dict.fromkeys(names) | row for row in rows])
-        pq.write_table(table, tmp_path / "rows.parquet")
-        sources = [
-            write_lines(tmp_path / "rows.jsonl", rows),
-            tmp_path / "rows.parquet",
-            ray.data.from_arrow([table.slice(0, 4), table.slice(4)]),
-        ]
-        content = operator.itemgetter("prompt_id", "input_ids", "loss_mask")
-        wanted = [content(prompt) for prompt, row in zip(prompts, GOOD_ROWS, strict=True) if "unknown" not in row]
-        for source in sources:
-            assert [content(prompt) for prompt in prompts_of(source, options)] == wanted
 
     def test_a_model_without_a_tokenizer_serves_token_ids_alone(self, options: PromptOptions, tiny_llama: Path):
         rows = [{"input_ids": [1, 2]}, {"text": "a"}, {"messages": MESSAGES}]
@@ -186,7 +123,7 @@ class TestPrompts:
         rows = [{"id": "a", "messages": [user("Hi")]}]
         [prompt] = prompts_of(rows, replace(options, untrained=policy))
         num_tokens = 0 if policy == "error" else len(prompt["input_ids"])
-        error = "no token of it is trained on: all 31 of its loss mask are 0; pass untrained='drop' or 'keep'"
+        error = "no token of it is trained on: all 27 of its loss mask are 0; pass untrained='drop' or 'keep'"
         assert prompt["error"] == (error if policy == "error" else None)
         assert prompt["dropped"] == ("no token of it is trained on" if policy == "drop" else None)
         assert (num_tokens > 0) == (policy != "error")
@@ -209,20 +146,8 @@ class TestPrompts:
         assert [prompt["prompt_id"][0] for prompt in found[2:]] == ["#"] * 3
         assert found[2]["prompt_id"] == found[4]["prompt_id"] != found[3]["prompt_id"]
         assert [prompt["row_digest"] is None for prompt in found] == [False, True, False, True, False]
-        plan = write_plan(blocks_of(tokenize_rows(read_rows(rows), changed)), Store(tmp_path), PLAN_OPTIONS)
-        assert plan.prompts_digest == digest_of(rows)
-
-    def test_sorted_prompts_are_longest_first_however_they_arrive(self, options: PromptOptions):
-        lengths = [5, 30, 2, 30, 17, 1, 64, 5]
-        rows = [{"id": f"r{number}", "input_ids": [number] * length} for number, length in enumerate(lengths)]
-        for order in (rows, rows[::-1], rows[3:] + rows[:3]):
-            prompts = prompts_of(order, replace(options, sort="length"))
-            assert [prompt["prompt_id"] for prompt in prompts] == ["r6", "r1", "r3", "r4", "r0", "r7", "r2", "r5"]
-            assert prompts[0].keys() == set(PROMPTS_SCHEMA.names)
-
-    def test_a_row_with_an_error_comes_before_all_sorted_prompts(self, options: PromptOptions):
-        prompts = prompts_of([{"text": "a"}, {"text": "a b c"}, {"text": ""}], replace(options, sort="length"))
-        assert [prompt["error"] is None for prompt in prompts] == [False, True, True]
+        plan, unsplit = planned(rows, changed, tmp_path / "split"), planned(rows, options, tmp_path / "whole")
+        assert plan.prompts_digest == unsplit.prompts_digest
 
 
 IN_ANY_SHAPE: list[tuple[dict, dict]] = [
@@ -369,7 +294,7 @@ ODD_LINES: list[tuple[str | bytes, str]] = [
         '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
         "message 0 (user) has a content part of type 'image_url'; only 'text' parts become tokens",
     ),
-    ('{"messages": [{"role": "user", "content": "a"}]}', UNTRAINED.format(31)),
+    ('{"messages": [{"role": "user", "content": "a"}]}', UNTRAINED.format(27)),
     ('{"input_ids": [1, 2], "loss_mask": [0, 0]}', UNTRAINED.format(2)),
     (
         '{"messages": [{"role": "assistant", "content": "a"}]}',
@@ -481,9 +406,8 @@ def test_bytes_are_no_text(tmp_path, options):
 
 
 def test_the_first_odd_row_ends_the_plan_and_is_named(odd_file, options, tmp_path):
-    blocks = blocks_of(tokenize_rows(read_rows(odd_file), options))
     with pytest.raises(ValueError) as caught:
-        write_plan(blocks, Store(tmp_path / "out"), PLAN_OPTIONS)
+        planned(odd_file, options, tmp_path / "out")
     assert str(caught.value) == f"{odd_file}:2: {ODD_LINES[0][1]}"
 
 
@@ -491,55 +415,8 @@ def test_the_first_odd_row_ends_the_plan_and_is_named(odd_file, options, tmp_pat
 def test_one_own_id_for_two_rows_ends_the_plan(options, tmp_path, ids):
     rows = [{"id": own_id, "input_ids": [number]} for number, own_id in enumerate(ids)]
     with pytest.raises(PromptError, match=r"^dataset\[\d\]: .*id"):
-        write_plan(blocks_of(tokenize_rows(read_rows(rows), options)), Store(tmp_path / "out"), PLAN_OPTIONS)
+        planned(rows, options, tmp_path / "out")
 
 
 def test_prompts_have_the_schema_that_the_plan_wants(options):
-    [block] = blocks_of(tokenize_rows(read_rows([{"input_ids": [1]}]), options))
-    assert block.schema.equals(PROMPTS_SCHEMA)
-
-
-DIGESTED_ROWS = [{"text": f"row {number}", "id": f"r{number}"} for number in range(40)]
-
-
-@pytest.fixture(scope="module")
-def digest() -> str:
-    return digest_of(DIGESTED_ROWS)
-
-
-class TestDigest:
-    """The rows' digest tells a dataset from any other, and nothing else."""
-
-    def test_equal_rows_have_equal_digests(self, digest: str):
-        assert digest_of([dict(reversed(row.items())) for row in DIGESTED_ROWS]) == digest
-
-    @pytest.mark.parametrize("num_blocks", [1, 3, 40])
-    def test_blocks_do_not_matter(self, digest: str, num_blocks: int):
-        import ray.data
-
-        assert digest_of(ray.data.from_items(DIGESTED_ROWS, override_num_blocks=num_blocks)) == digest
-
-    CHANGES: list[Callable[[list], list]] = [
-        lambda rows: [*rows[:7], rows[7] | {"text": "row 7."}, *rows[8:]],
-        lambda rows: [*rows[:7], rows[7] | {"id": "R7"}, *rows[8:]],
-        lambda rows: [rows[1], rows[0], *rows[2:]],
-        lambda rows: rows[:-1],
-        lambda rows: [*rows, rows[0]],
-    ]
-
-    @pytest.mark.parametrize("change", CHANGES)
-    def test_a_character_or_the_order_does(self, digest: str, change: Callable[[list], list]):
-        assert digest_of(change(DIGESTED_ROWS)) != digest
-
-    def test_the_plan_has_the_same_digest_without_tokenising(self, digest: str, options: PromptOptions, tmp_path: Path):
-        blocks = blocks_of(tokenize_rows(read_rows(DIGESTED_ROWS), options))
-        assert write_plan(blocks, Store(tmp_path), PLAN_OPTIONS).prompts_digest == digest
-
-    def test_files_cut_otherwise_are_the_same_rows(self, tmp_path: Path):
-        whole = write_lines(tmp_path / "whole.jsonl", DIGESTED_ROWS)
-        parts = [
-            write_lines(tmp_path / "a.jsonl", DIGESTED_ROWS[:11]),
-            write_lines(tmp_path / "b.jsonl", DIGESTED_ROWS[11:12]),
-            write_lines(tmp_path / "c.jsonl", DIGESTED_ROWS[12:]),
-        ]
-        assert digest_of(parts) == digest_of(whole)
+    assert tokenize_batch(list_rows([{"input_ids": [1]}])[0], options=options).schema.equals(PROMPTS_SCHEMA)
