@@ -3,15 +3,24 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 RUFF := $(RUN) -m ruff
 STYLE := --line-length 120
+INTEROP := .venv-interop
+SITE := -c "import site; print(site.getsitepackages()[0])"
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test interop lint clean
 
 demo: $(INSTALLED)
 	$(RUN) pipelines/demo.py
 
 test: $(INSTALLED)
 	$(RUN) -m pytest tests
+
+# Trainers' packages pin older versions of what is installed; they get an environment that sees the project's own.
+interop: $(INSTALLED)
+	$(RUN) -m venv $(INTEROP)
+	$(RUN) $(SITE) > "$$($(INTEROP)/bin/python $(SITE))/project.pth"
+	$(INTEROP)/bin/python -m pip install --no-deps -r tests/interop.txt
+	PYTHONPATH=. $(INTEROP)/bin/python -m pytest tests/test_interop.py -m interop
 
 lint: $(INSTALLED)
 	$(RUFF) check $(STYLE) --select E,F,I,B,UP,SIM --ignore E501 .
@@ -25,4 +34,4 @@ $(INSTALLED): setup.cfg pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .demo build *.egg-info
+	rm -rf $(VENV) $(INTEROP) .demo build *.egg-info

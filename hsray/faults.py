@@ -61,7 +61,7 @@ class Fault:
     layer: Layer | None = None
     prompt_id: str | None = None
     misfit: float = 0.0
-    """For an unexplained fault; see `Comparison.misfit`."""
+    """Where states were compared, `Comparison.misfit`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,12 +191,8 @@ def _other_bytes(found_TD: "torch.Tensor", truth_TD: "torch.Tensor") -> "Iterato
     yield "bytes", "is stored column by column", contiguous_TD.view(hidden_size, num_tokens).T, truth_TD
     for other, other_bytes in DTYPE_BYTES.items():
         if other != dtype and other_bytes == item_bytes:
-            yield (
-                "bytes",
-                f"holds {other} numbers, labelled {dtype}",
-                contiguous_TD.view(getattr(torch, other)),
-                truth_TD,
-            )
+            as_other_TD = contiguous_TD.view(getattr(torch, other))
+            yield "bytes", f"holds {other} numbers, labelled {dtype}", as_other_TD, truth_TD
 
 
 def _of_others(layer: Layer, found_TD: "torch.Tensor", elsewhere: "Elsewhere | None") -> "Iterator[Mistake]":
@@ -218,6 +214,8 @@ def sentences(faults: Sequence[Fault], num_prompts: int) -> list[str]:
         if layers:
             words.append(f"layer {', '.join(map(str, layers))}")
         words.append(what)
+        if kind == "unexplained":
+            words.append(f"(by up to {max(fault.misfit for fault in group):.1%})")
         if prompts:
             words.append(f"(in {len(prompts)} of {num_prompts} prompts, first {prompts[0]!r})")
         lines.append(" ".join(words))

@@ -11,8 +11,9 @@ import json
 import struct
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +33,8 @@ SPECFORGE_FOLDER_ROWS = 2000
 DEEPSPEC_RECORD = struct.Struct("<QIIQQQQQ")
 #: Each array begins at a multiple of this, as a mapped view of it must.
 DEEPSPEC_ALIGNMENT = 64
+
+SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int64": "I64", "bool": "BOOL"}
 
 #: The extension type by which Hugging Face's `datasets` stores an Array2D.
 ARRAY2D_NAME = "datasets.features.features.Array2DExtensionType"
@@ -99,11 +102,13 @@ class Written:
     files: int = 0
     nbytes: int = 0
 
-    def publish(self, store: Store, name: str, data: bytes) -> None:
-        """Publishes a file and counts it."""
-        store.publish(name, data)
+    @contextmanager
+    def file(self, store: Store, name: str) -> Iterator[IO[bytes]]:
+        """A file to write into; published and counted when the block ends."""
+        with store.staged(name) as sink:
+            yield sink
+            self.nbytes += sink.tell()
         self.files += 1
-        self.nbytes += len(data)
 
 
 Write = Callable[[Store, int, Iterable[Sample], Selection], Written]
@@ -129,34 +134,33 @@ class Target:
     """Writes what is about all shards; from the plan, without a state: (to, dataset, manifest, selection)."""
 
 
-def _safetensors_bytes(sample: Sample) -> bytes:
-    from safetensors.torch import save
-
+def _sample_tensors(sample: Sample) -> "dict[str, torch.Tensor]":
     states = {column_name(layer): hidden_TD for layer, hidden_TD in sample.states.items()}
-    tensors = {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask, **states}
-    return save(tensors, metadata={"prompt_id": sample.prompt_id})
+    return {"input_ids": sample.input_ids, "loss_mask": sample.loss_mask, **states}
 
 
 def write_safetensors(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
     """``00000012.safetensors``: ``input_ids`` int64, ``loss_mask`` bool, ``layer_<i>`` [T, D]; metadata ``prompt_id``."""
     written = Written()
     for sample in samples:
-        written.publish(to, f"{sample.row:08d}.safetensors", _safetensors_bytes(sample))
+        with written.file(to, f"{sample.row:08d}.safetensors") as sink:
+            _save_safetensors(_sample_tensors(sample), sink, metadata={"prompt_id": sample.prompt_id})
     return written
 
 
 def write_webdataset(to: Store, shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
     """``000012.tar`` a shard, with ``00000012.safetensors`` and ``00000012.json`` (its id and T) for each prompt."""
-    sink = io.BytesIO()
-    with tarfile.open(fileobj=sink, mode="w") as tar:
+    written = Written()
+    with written.file(to, f"{shard:06d}.tar") as sink, tarfile.open(fileobj=sink, mode="w|") as tar:
         for sample in samples:
             about = {"prompt_id": sample.prompt_id, "num_tokens": len(sample.input_ids)}
-            for suffix, data in (("json", json.dumps(about).encode()), ("safetensors", _safetensors_bytes(sample))):
+            states = io.BytesIO()
+            _save_safetensors(_sample_tensors(sample), states, metadata={"prompt_id": sample.prompt_id})
+            for suffix, content in (("json", io.BytesIO(json.dumps(about).encode())), ("safetensors", states)):
                 member = tarfile.TarInfo(f"{sample.row:08d}.{suffix}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    written = Written()
-    written.publish(to, f"{shard:06d}.tar", sink.getvalue())
+                member.size = content.seek(0, io.SEEK_END)
+                content.seek(0)
+                tar.addfile(member, content)
     return written
 
 
@@ -164,16 +168,17 @@ def write_speculators(to: Store, shard: int, samples: Iterable[Sample], _selecti
     """``hidden_states/hs_12.safetensors``: ``hidden_states`` [T, L + 1, D], last slot pre-norm, ``token_ids``; and the
     shard's rows of the Arrow dataset, ``input_ids``, ``loss_mask``, ``seq_len``."""
     import torch
-    from safetensors.torch import save
 
     written, rows = Written(), []
     for sample in samples:
         hidden_TLD = torch.stack([*sample.states.values(), sample.last], dim=1)
-        data = save({"hidden_states": hidden_TLD, "token_ids": sample.input_ids})
-        written.publish(to, f"hidden_states/hs_{sample.row}.safetensors", data)
+        with written.file(to, f"hidden_states/hs_{sample.row}.safetensors") as sink:
+            _save_safetensors({"hidden_states": hidden_TLD, "token_ids": sample.input_ids}, sink)
         ids, mask = sample.input_ids.tolist(), sample.loss_mask.long().tolist()
         rows.append({"input_ids": ids, "loss_mask": mask, "seq_len": len(ids)})
-    written.publish(to, _arrow_name(shard), _arrow_bytes(pa.Table.from_pylist(rows, schema=SPECULATORS_SCHEMA)))
+    table = pa.Table.from_pylist(rows, schema=SPECULATORS_SCHEMA)
+    with written.file(to, _arrow_name(shard)) as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
     return written
 
 
@@ -184,6 +189,8 @@ SPECULATORS_SCHEMA = pa.schema(
 
 def finish_speculators(to: Store, dataset: Store, manifest: Manifest, _selection: Selection) -> None:
     """The Arrow dataset's head, and ``token_freq.pt``: how often each token is trained on."""
+    import torch
+
     ids_feature = {"feature": {"dtype": "int64", "_type": "Value"}, "_type": "List"}
     features = {
         "input_ids": ids_feature,
@@ -196,16 +203,20 @@ def finish_speculators(to: Store, dataset: Store, manifest: Manifest, _selection
         found = np.bincount(ids_S[mask_S], minlength=len(counts))
         found[: len(counts)] += counts
         counts = found
-    to.publish("token_freq.pt", _torch_bytes({int(token): int(counts[token]) for token in np.flatnonzero(counts)}))
+    with to.staged("token_freq.pt") as sink:
+        torch.save({int(token): int(counts[token]) for token in np.flatnonzero(counts)}, sink)
 
 
 def write_speculators_v1(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
     """``data_12.pt``: ``input_ids`` int64, ``hidden_states``, a list of [T, D], the last pre-norm, ``loss_mask`` int64."""
+    import torch
+
     written = Written()
     for sample in samples:
         states = [*sample.states.values(), sample.last]
         content = {"input_ids": sample.input_ids, "hidden_states": states, "loss_mask": sample.loss_mask.long()}
-        written.publish(to, f"data_{sample.row}.pt", _torch_bytes(content))
+        with written.file(to, f"data_{sample.row}.pt") as sink:
+            torch.save(content, sink)
     return written
 
 
@@ -218,6 +229,8 @@ def finish_speculators_v1(to: Store, dataset: Store, manifest: Manifest, _select
 def write_specforge(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
     """``rows_00000000-00002000/data_00000012.ckpt`` for EAGLE-3: ``aux_hidden_state`` [1, T, 3 D], ``hidden_state``
     [1, T, D] post-norm, ``input_ids`` and ``loss_mask`` int64 [T]."""
+    import torch
+
     written = Written()
     for sample in samples:
         content = {
@@ -226,12 +239,15 @@ def write_specforge(to: Store, _shard: int, samples: Iterable[Sample], _selectio
             "hidden_state": sample.last[None],
             "aux_hidden_state": sample.joined[None],
         }
-        written.publish(to, _specforge_name(sample.row), _torch_bytes(content))
+        with written.file(to, _specforge_name(sample.row)) as sink:
+            torch.save(content, sink)
     return written
 
 
 def write_specforge_dflash(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
     """The same for DFlash and DSpark: ``hidden_states`` [T, L * D], and ``target_last_hidden_states`` [T, D] post-norm."""
+    import torch
+
     written = Written()
     for sample in samples:
         content = {
@@ -240,7 +256,8 @@ def write_specforge_dflash(to: Store, _shard: int, samples: Iterable[Sample], _s
             "hidden_states": sample.joined,
             "target_last_hidden_states": sample.last,
         }
-        written.publish(to, _specforge_name(sample.row), _torch_bytes(content))
+        with written.file(to, _specforge_name(sample.row)) as sink:
+            torch.save(content, sink)
     return written
 
 
@@ -252,6 +269,8 @@ def _specforge_name(row: int) -> str:
 def write_modelopt(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
     """``00000012.pt``: ``hidden_states`` [T, D] post-norm, ``aux_hidden_states`` [T, L * D], ``input_ids`` and ``loss_mask``
     int64, ``conversation_id``."""
+    import torch
+
     written = Written()
     for sample in samples:
         content = {
@@ -262,7 +281,8 @@ def write_modelopt(to: Store, _shard: int, samples: Iterable[Sample], _selection
             "hidden_states_prenorm": False,
             "conversation_id": sample.prompt_id,
         }
-        written.publish(to, f"{sample.row:08d}.pt", _torch_bytes(content))
+        with written.file(to, f"{sample.row:08d}.pt") as sink:
+            torch.save(content, sink)
     return written
 
 
@@ -283,16 +303,14 @@ def write_sae_lens(to: Store, shard: int, samples: Iterable[Sample], selection: 
         columns[hook_name(layer)] = hidden_SD.view(num_rows, selection.context_size, selection.hidden_size)
     ids_RC = ids_S[:kept].view(num_rows, selection.context_size)
     schema = _sae_schema(selection)
-    sink = pa.BufferOutputStream()
     batch_rows = max(1, ARROW_BATCH_NUMBERS // (selection.context_size * selection.hidden_size))
-    with pa.ipc.new_stream(sink, schema) as writer:
+    written = Written()
+    with written.file(to, _arrow_name(shard)) as sink, pa.ipc.new_stream(sink, schema) as writer:
         for start in range(0, num_rows, batch_rows):
             part = slice(start, start + batch_rows)
             arrays = [_nested_lists(hidden_RCD[part].numpy()) for hidden_RCD in columns.values()]
             ids = pa.FixedSizeListArray.from_arrays(ids_RC[part].reshape(-1).numpy(), selection.context_size)
             writer.write_batch(pa.record_batch([*arrays, ids], schema=schema))
-    written = Written()
-    written.publish(to, _arrow_name(shard), sink.getvalue().to_pybytes())
     return written
 
 
@@ -342,21 +360,20 @@ def write_deepspec(to: Store, shard: int, samples: Iterable[Sample], selection: 
     bfloat16 [T, D] post-norm; where each begins stands in ``samples.idx``."""
     import torch
 
-    sink = io.BytesIO()
-    for sample in samples:
-        num_tokens = len(sample.input_ids)
-        arrays = [
-            sample.input_ids.int(),
-            torch.ones(num_tokens, dtype=torch.uint8),
-            sample.loss_mask.to(torch.uint8),
-            sample.joined,
-            sample.last.contiguous(),
-        ]
-        for array in arrays:
-            sink.write(bytes(-sink.tell() % DEEPSPEC_ALIGNMENT))
-            sink.write(array.view(-1).view(torch.uint8).numpy().data)
     written = Written()
-    written.publish(to, _deepspec_name(shard), sink.getvalue())
+    with written.file(to, _deepspec_name(shard)) as sink:
+        for sample in samples:
+            num_tokens = len(sample.input_ids)
+            arrays = [
+                sample.input_ids.int(),
+                torch.ones(num_tokens, dtype=torch.uint8),
+                sample.loss_mask.to(torch.uint8),
+                sample.joined,
+                sample.last.contiguous(),
+            ]
+            for array in arrays:
+                sink.write(bytes(-sink.tell() % DEEPSPEC_ALIGNMENT))
+                sink.write(_bytes_of(array))
     return written
 
 
@@ -418,12 +435,29 @@ TARGETS: Mapping[str, Target] = {
 }
 
 
-def _torch_bytes(content: Any) -> bytes:
+def _save_safetensors(
+    tensors: "Mapping[str, torch.Tensor]", sink: IO[bytes], *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes tensors as a safetensors file (https://huggingface.co/docs/safetensors): the library's own `save` copies each
+    twice on its way to one piece of bytes."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, tensor in tensors.items():
+        dtype = SAFETENSORS_DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    sink.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        sink.write(_bytes_of(tensor))
+
+
+def _bytes_of(tensor: "torch.Tensor") -> memoryview:
+    """A contiguous tensor's memory."""
     import torch
 
-    sink = io.BytesIO()
-    torch.save(content, sink)
-    return sink.getvalue()
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _ends(count: int, step: int) -> pa.Array:
@@ -432,13 +466,6 @@ def _ends(count: int, step: int) -> pa.Array:
 
 def _arrow_name(shard: int) -> str:
     return f"data-{shard:05d}.arrow"
-
-
-def _arrow_bytes(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue().to_pybytes()
 
 
 def _publish_arrow_head(to: Store, manifest: Manifest, features: Mapping[str, Any], format_type: str | None) -> None:

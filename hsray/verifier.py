@@ -151,22 +151,32 @@ def verify(
         if all(fault.kind in COMPARABLE for fault in faults):
             sound.append(index)
     if engine is not None and sound:
-        longest = max(len(prompt.input_ids) for prompt in planned.values())
-        options = EngineOptions(
-            model=description,
-            layers=resolve_layers("all", num_layers=description.num_layers),
-            max_tokens=longest,
-            buffer_tokens=longest,
-            num_buffers=1,
-            trust_remote_code=trust_remote_code,
-            engine_args=engine_args or {},
-        )
+        options = _engine_options(description, planned, engine_args or {}, trust_remote_code)
         stored_dtype, fixed = manifest.identity.dtype, tolerance is not None
         reference = Reference(engine, options, stored_dtype=stored_dtype, norm=norm, allowed=allowed, fixed=fixed)
         report.reference = f"{engine} in {description.dtype}"
         report.layers, faults = reference.compare(dataset, sound, planned)
         report.faults = _without_echoes(report.faults, faults, last=description.num_layers - 1)
     return report
+
+
+def _engine_options(
+    description: ModelDescription,
+    planned: Mapping[int, Planned],
+    engine_args: Mapping[str, Any],
+    trust_remote_code: bool,
+) -> EngineOptions:
+    """Every layer of the model, one prompt at a time: a state may be another layer's."""
+    longest = max(len(prompt.input_ids) for prompt in planned.values())
+    return EngineOptions(
+        model=description,
+        layers=resolve_layers("all", num_layers=description.num_layers),
+        max_tokens=longest,
+        buffer_tokens=longest,
+        num_buffers=1,
+        trust_remote_code=trust_remote_code,
+        engine_args=engine_args,
+    )
 
 
 def _without_echoes(alone: Sequence[Fault], compared: Sequence[Fault], *, last: int) -> list[Fault]:

@@ -4,6 +4,7 @@ Shapes: T tokens of a prompt, D hidden size.
 """
 
 import inspect
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -232,6 +233,9 @@ def test_another_checkpoint_is_named_before_anything_is_recomputed(right, tiny_l
     assert "is not the dataset's: its weights_digest is sampled-sha256:" in str(report)
     compared = hsray.verify(right, model=str(tmp_path / "other"))
     assert {fault.layer for fault in compared.faults if fault.kind == "unexplained"} == {4, 5, "final"}
+    assert re.search(
+        r"unexplained: layer 4, 5, final differs from the reference.* \(by up to \d+\.\d%\)", str(compared)
+    )
 
 
 class TestWithoutAnEngine:
