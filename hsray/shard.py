@@ -217,21 +217,21 @@ def layer_columns(schema: pa.Schema) -> dict[Layer, str]:
     return layers
 
 
-def to_tensor(column: pa.Array, row: int, field: pa.Field, num_tokens: int) -> "torch.Tensor":
-    """One prompt's states of one layer, [T, D], as a view of the Arrow buffer, which it keeps alive.
+def to_tensor(column: pa.Array, field: pa.Field, num_tokens: int) -> "torch.Tensor":
+    """The states of all of a column's prompts, [S, D], as a view of the Arrow buffer, which it keeps alive.
 
     Raises:
-        ShardError: the value's bytes are not T x D numbers.
+        ShardError: the values' bytes are not S x D numbers.
     """
     import torch
 
     dtype, hidden_size = field.metadata[b"hsray.dtype"].decode(), int(field.metadata[b"hsray.hidden_size"])
     _, offsets_buffer, values_buffer = column.buffers()
-    start, stop = np.frombuffer(offsets_buffer, np.int64)[column.offset + row : column.offset + row + 2].tolist()
+    start, stop = np.frombuffer(offsets_buffer, np.int64)[[column.offset, column.offset + len(column)]].tolist()
     wanted = num_tokens * hidden_size * DTYPE_BYTES[dtype]
     if stop - start != wanted or not 0 <= start <= stop <= values_buffer.size:
         raise ShardError(
-            f"column {field.name!r}, row {row}: {stop - start} bytes; {wanted} are {num_tokens} x {hidden_size} {dtype}"
+            f"column {field.name!r}: {stop - start} bytes; {wanted} are {num_tokens} x {hidden_size} {dtype}"
         )
     memory = (ctypes.c_char * wanted).from_address(values_buffer.address + start)
     memory.owner = values_buffer  # ctypes holds an address, not its owner

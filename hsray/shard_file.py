@@ -7,11 +7,9 @@ out of a file: its columns have the plain types of the format, or it is refused.
 
 import base64
 import re
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO
 
 import numpy as np
 import pyarrow as pa
@@ -64,19 +62,20 @@ class ShardFile:
     def __init__(self, store: Store, expected: ExpectedShard):
         self.expected = expected
         self.url = f"{store.url}/{shard_name(expected.shard)}"
-        self._lock = threading.Lock()
-        source = store.open(shard_name(expected.shard))
+        self._source = store.open(shard_name(expected.shard))
         try:
             with _damage_named(self.url):
-                _refuse_extensions(source, self.url)
-                self._file = pq.ParquetFile(source)
-                self.schema: pa.Schema = self._file.schema_arrow
+                _refuse_extensions(self._source, self.url)
+                file = pq.ParquetFile(self._source, pre_buffer=True)
+                self._metadata = file.metadata
+                self.schema: pa.Schema = file.schema_arrow
                 self._check_labels()
                 self._check_schema()
-                rows = self._check_claims(source.seek(0, 2))
+                rows = self._check_claims(self._source.size())
         except BaseException:
-            source.close()
+            self._source.close()
             raise
+        self._idle = [file]
         self.group_starts = np.cumsum([0, *rows])
         """The row at which each row group begins, and the number of rows: int64 [groups + 1]."""
 
@@ -101,9 +100,14 @@ class ShardFile:
         Raises:
             ShardError: they are damaged.
         """
-        with self._lock, _damage_named(self.url):
-            names = ["num_tokens", *(name for name in columns if name != "num_tokens")]
-            table = self._file.read_row_group(group, columns=names, use_threads=False).combine_chunks()
+        names = ["num_tokens", *(name for name in columns if name != "num_tokens")]
+        try:
+            file = self._idle.pop()
+        except IndexError:  # others are reading; a reader of Arrow's is for one thread
+            file = pq.ParquetFile(self._source, metadata=self._metadata, pre_buffer=True)
+        with _damage_named(self.url):
+            table = file.read_row_group(group, columns=names, use_threads=False).combine_chunks()
+        self._idle.append(file)
         self._check_lengths(table)
         return table
 
@@ -114,8 +118,7 @@ class ShardFile:
 
     def close(self) -> None:
         """Closes the file; tables that were read stay valid."""
-        with self._lock:
-            self._file.close(force=True)
+        self._source.close()
 
     def _check_labels(self) -> None:
         expected = self.expected
@@ -129,7 +132,7 @@ class ShardFile:
                 raise ShardError(
                     f"{self.url} is not of this dataset: its {name} is {found!r}; {wanted!r} wanted: {REMEDY}"
                 )
-        num_rows = self._file.metadata.num_rows
+        num_rows = self._metadata.num_rows
         if num_rows != expected.num_prompts:
             raise ShardError(f"{self.url} holds {num_rows} prompts; the plan says {expected.num_prompts}: {REMEDY}")
 
@@ -149,7 +152,7 @@ class ShardFile:
 
     def _check_claims(self, file_bytes: int) -> list[int]:
         """Before anything is allocated for them: the sizes that the footer claims are the plan's. Gives each group's rows."""
-        expected, metadata = self.expected, self._file.metadata
+        expected, metadata = self.expected, self._metadata
         state_bytes = expected.num_tokens * expected.row_bytes
         slack = 1024 * (expected.num_prompts + metadata.num_row_groups)
         limits = {column_name(layer): state_bytes + slack for layer in expected.layers}
@@ -191,18 +194,16 @@ class ShardFile:
                 )
 
 
-def _refuse_extensions(source: IO[bytes], url: str) -> None:
+def _refuse_extensions(source: pa.NativeFile, url: str) -> None:
     """Raises ShardError for a file with Arrow extension types, before Arrow asks who registered them to read their metadata.
 
     Arrow's schema is in the footer as base64. Ray before 2.55, for one, unpickled what it found there.
     """
-    file_bytes = source.seek(0, 2)
-    source.seek(max(0, file_bytes - TAIL_BYTES))
-    tail = source.read()
+    file_bytes = source.size()
+    tail = source.read_at(min(TAIL_BYTES, file_bytes), max(0, file_bytes - TAIL_BYTES))
     footer_bytes = int.from_bytes(tail[-8:-4], "little")
     if len(tail) < footer_bytes + 8 <= file_bytes:
-        source.seek(file_bytes - footer_bytes - 8)
-        tail = source.read()
+        tail = source.read_at(footer_bytes + 8, file_bytes - footer_bytes - 8)
     for text in re.findall(rb"[A-Za-z0-9+/]{40,}", tail[-8 - footer_bytes :]):
         for start in range(4):  # where it begins among letters and digits of something else
             whole = text[start : start + (len(text) - start) // 4 * 4]

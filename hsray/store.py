@@ -72,9 +72,12 @@ class Store:
         """An object's bytes."""
         return self._fs.cat_file(self.path(name))
 
-    def open(self, name: str) -> IO[bytes]:
-        """An object opened for reading at random."""
-        return self._fs.open(self.path(name), "rb")
+    def open(self, name: str) -> pa.NativeFile:
+        """An object opened for reading at random, by any number of threads."""
+        if self.is_local:
+            # A third faster than reading it (2.9 against 2.2 GB/s of a core, Parquet), and without Python's lock.
+            return pa.memory_map(self.path(name))
+        return pa.PythonFile(self._fs.open(self.path(name), "rb"), "r")
 
     def publish(self, name: str, data: bytes) -> None:
         """Makes `data` the object's whole content, at once."""

@@ -14,11 +14,14 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import DataLoader
 
 import hsray
+from hsray.layers import column_name
 from hsray.manifest import Manifest, ManifestError
+from hsray.row_group import RowGroup
 from hsray.store import Store
 from tests.synthetic import LAYERS, LENGTHS, assert_same, make_prompts, plan_prompts, publish_shard, write_dataset
 
@@ -90,8 +93,8 @@ def test_a_layer_that_is_not_there_is_a_key_error_that_says_which_are(out, layer
         hsray.read(out, layers=["final", layer])
 
 
-class WatchedFileSystem(LocalFileSystem):
-    """Counts the bytes read through it; a file may only be read by the process that opened it.
+class WatchedFileSystem(AbstractFileSystem):
+    """Local files, read through Python as remote ones are; counts the bytes, and minds who reads.
 
     A forked process has its parent's files, but their positions are those of all: two that read move each other's.
     """
@@ -99,12 +102,14 @@ class WatchedFileSystem(LocalFileSystem):
     protocol = "watched"
     num_read = 0
 
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return super()._strip_protocol(str(path).removeprefix("watched://"))
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list:
+        return LocalFileSystem().ls(path, detail=detail)
+
+    def info(self, path: str, **options: Any) -> dict:
+        return LocalFileSystem().info(path)
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        file = super()._open(path, mode, **options)
+        file = LocalFileSystem()._open(path, mode)
         read, opener = file.f.read, os.getpid()
 
         def watched_read(*args: int) -> bytes:
@@ -206,3 +211,11 @@ def test_importing_and_opening_need_neither_torch_nor_ray_nor_an_engine(out):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+def test_states_are_views_of_the_buffers_that_arrow_read(out):
+    dataset = hsray.read(out)
+    table = dataset.open_shard(1).read(0, ["input_ids", "loss_mask", *map(column_name, LAYERS)])
+    for layer, hidden_SD in RowGroup(table, LAYERS).states.items():
+        values = table[column_name(layer)].chunk(0).buffers()[2]
+        assert values.address <= hidden_SD.data_ptr() <= values.address + values.size - hidden_SD.nbytes

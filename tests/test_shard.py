@@ -95,7 +95,7 @@ def test_every_finite_number_comes_back_bit_for_bit(dtype):
     lengths = [1, 10, len(hidden_SD) - 11]
     table = file_of(table_of(lengths, {"final": hidden_SD})).read().combine_chunks()
     for row, (num_tokens, wanted_TD) in enumerate(zip(lengths, hidden_SD.split(lengths), strict=True)):
-        found_TD = to_tensor(table["layer_final"].chunk(0), row, table.schema.field("layer_final"), num_tokens)
+        found_TD = to_tensor(table["layer_final"].chunk(0).slice(row, 1), table.schema.field("layer_final"), num_tokens)
         assert found_TD.dtype == dtype
         assert torch.equal(bits(found_TD), bits(wanted_TD))
 
@@ -108,7 +108,7 @@ def test_each_prompt_gets_its_own_rows_of_each_layer(lengths, dtype, hidden_size
     assert layer_columns(table.schema) == {"embed": "layer_embed", 0: "layer_0", 12: "layer_12", "final": "layer_final"}
     for layer, name in layer_columns(table.schema).items():
         for row, wanted_TD in enumerate(states[layer].split(lengths)):
-            found_TD = to_tensor(table[name].chunk(0), row, table.schema.field(name), lengths[row])
+            found_TD = to_tensor(table[name].chunk(0).slice(row, 1), table.schema.field(name), lengths[row])
             assert torch.equal(bits(found_TD), bits(wanted_TD))
 
 
@@ -164,7 +164,7 @@ def test_a_tensor_read_is_a_view_of_arrows_memory(dtype):
     column = table["layer_0"].chunk(0)
     start = column.buffers()[2].address
     for row, num_tokens in enumerate(lengths):
-        hidden_TD = to_tensor(column, row, table.schema.field("layer_0"), num_tokens)
+        hidden_TD = to_tensor(column.slice(row, 1), table.schema.field("layer_0"), num_tokens)
         assert hidden_TD.data_ptr() == start
         start += hidden_TD.nbytes
 
@@ -174,7 +174,7 @@ def test_a_tensor_outlives_the_table_it_was_read_from():
     states = random_states(lengths, [0], 512, torch.bfloat16)
     file = file_of(table_of(lengths, states))
     table = file.read().combine_chunks()
-    hidden_TD = to_tensor(table["layer_0"].chunk(0), 0, table.schema.field("layer_0"), 4096)
+    hidden_TD = to_tensor(table["layer_0"].chunk(0).slice(0, 1), table.schema.field("layer_0"), 4096)
     in_use = pa.total_allocated_bytes()
     del table, file
     gc.collect()
@@ -191,14 +191,14 @@ def test_a_slice_of_a_table_gives_its_own_rows():
     states = random_states(lengths, [0], 4, torch.float32)
     table = table_of(lengths, states).slice(1)
     for row in range(2):
-        hidden_TD = to_tensor(table["layer_0"].chunk(0), row, table.schema.field("layer_0"), lengths[row + 1])
+        hidden_TD = to_tensor(table["layer_0"].chunk(0).slice(row, 1), table.schema.field("layer_0"), lengths[row + 1])
         assert torch.equal(hidden_TD, states[0].split(lengths)[row + 1])
 
 
 def test_a_value_of_another_length_than_its_tokens_is_refused():
     table = table_of([2, 3], random_states([2, 3], [0], 4, torch.float32))
-    with pytest.raises(ShardError, match=r"column 'layer_0', row 1: 48 bytes; 64 are 4 x 4 float32"):
-        to_tensor(table["layer_0"].chunk(0), 1, table.schema.field("layer_0"), 4)
+    with pytest.raises(ShardError, match=r"column 'layer_0': 48 bytes; 64 are 4 x 4 float32"):
+        to_tensor(table["layer_0"].chunk(0).slice(1, 1), table.schema.field("layer_0"), 4)
 
 
 def test_short_prompts_share_a_row_group_and_a_long_one_has_its_own():
@@ -249,7 +249,7 @@ def test_states_land_in_the_column_of_their_own_layer_in_whatever_order_they_com
     states = random_states([2], [0, "final"], 4, torch.float32)
     schema = shard_schema([0, "final"], hidden_size=4, dtype="float32")
     table = shard_table(prompts_of([2]), dict(reversed(states.items())), schema)
-    found_TD = to_tensor(table["layer_0"].chunk(0), 0, schema.field("layer_0"), 2)
+    found_TD = to_tensor(table["layer_0"].chunk(0).slice(0, 1), schema.field("layer_0"), 2)
     assert torch.equal(found_TD, states[0])
 
 

@@ -1,0 +1,279 @@
+"""Streams of a dataset's tokens for training: packed batches in prompt order, and single vectors shuffled across prompts.
+
+Both go through the dataset's row groups. Shards are taken in blocks of `BLOCK_SHARDS`; the row groups of a block, in a
+shuffled order if asked, are dealt to ranks and workers in turn. A block's order depends on the seed, the epoch and its own
+footers alone, so a position is found again without reading what comes before it.
+
+Shapes: B tokens of a batch, S tokens of a row group, D hidden size.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hsray.layers import Layer
+from hsray.row_group import RowGroup
+
+if TYPE_CHECKING:
+    from hsray.reader import HiddenStates
+
+#: Shards whose row groups are shuffled together.
+BLOCK_SHARDS = 4
+
+#: Row groups read ahead of the one in use, and threads that read them.
+PREFETCHED_GROUPS, READERS = 3, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a stream of one rank and worker stands: at the token that it gives next."""
+
+    epoch: int = 0
+    block: int = 0
+    unit: int = 0
+    """Which of the rank and worker's row groups in the block."""
+    prompt: int = 0
+    """Which of the row group's prompts, in the order they are given."""
+    token: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unit:
+    """A row group in a stream."""
+
+    position: Position
+    group: RowGroup
+    first_prompt: int
+    """The dataset's index of its first."""
+    order: np.ndarray
+    """Of its prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The row groups of a dataset that one rank, and one worker of it, reads, and their order."""
+
+    dataset: "HiddenStates"
+    shuffle: bool
+    seed: int
+    rank: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank}, world_size={self.world_size}; give a rank from 0 to world_size - 1")
+
+    def units(self, start: Position) -> Iterator[_Unit]:
+        """The row groups from a position's on, to the epoch's end; some are read ahead."""
+        reader = ThreadPoolExecutor(READERS)
+        ahead: deque = deque()
+        try:
+            for place in self._places(start):
+                ahead.append(reader.submit(self._read, *place))
+                if len(ahead) > PREFETCHED_GROUPS:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            reader.shutdown(cancel_futures=True)
+
+    def _places(self, start: Position) -> Iterator[tuple[Position, int, int]]:
+        """The position, shard and row group of each unit."""
+        worker = get_worker_info()
+        num_workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
+        consumers, consumer = self.world_size * num_workers, self.rank * num_workers + worker_id
+        shards = self._ordered(self.dataset.shards, start.epoch)
+        for block in range(start.block, -(-len(shards) // BLOCK_SHARDS)):
+            places = [
+                (shard, group)
+                for shard in shards[block * BLOCK_SHARDS : (block + 1) * BLOCK_SHARDS]
+                for group in range(self.dataset.open_shard(shard).num_groups)
+            ]
+            # Another consumer's turn comes first in each block, or the first would have more than the others.
+            mine = self._ordered(places, start.epoch, block)[(consumer - block) % consumers :: consumers]
+            for unit in range(start.unit if block == start.block else 0, len(mine)):
+                yield Position(epoch=start.epoch, block=block, unit=unit), *mine[unit]
+
+    def _read(self, position: Position, shard: int, group: int) -> _Unit:
+        rows = self.dataset.read_group(shard, group)
+        first_prompt = self.dataset.first_prompt(shard) + int(self.dataset.open_shard(shard).group_starts[group])
+        order = np.array(self._ordered(range(len(rows)), position.epoch, shard, group))
+        return _Unit(position=position, group=rows, first_prompt=first_prompt, order=order)
+
+    def _ordered(self, items: Any, *where: int) -> list:
+        if not self.shuffle:
+            return list(items)
+        return [items[index] for index in np.random.default_rng([self.seed, *where]).permutation(len(items))]
+
+
+class PackedStream(IterableDataset):
+    """Batches of `batch_tokens` tokens, prompt after prompt; one pass over the dataset for each iteration.
+
+    A batch is a dict: ``input_ids`` int64, ``loss_mask`` bool, ``document_ids`` int64 (which prompt of the dataset a token
+    is of) and ``position_ids`` int64 (where in it), each [1, B], and ``hidden_states``, layer -> [1, B, D]. A prompt that
+    reaches over a batch's end goes on in the next; nothing is padded, and the last batch of a pass may be shorter.
+    """
+
+    def __init__(self, share: Share, *, batch_tokens: int):
+        if batch_tokens < 1:
+            raise ValueError(f"batch_tokens={batch_tokens}; give a whole number from 1 up")
+        self._share, self._batch_tokens = share, batch_tokens
+        self._next = Position()
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the stream stands: after the batch that it gave last, in this process."""
+        return asdict(self._next)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where a stream of the same dataset, options, rank and workers stood."""
+        self._next = Position(**state)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        start = self._next
+        batch = _Batch(self._batch_tokens)
+        for unit in self._share.units(start):
+            resumed = (unit.position.block, unit.position.unit) == (start.block, start.unit)
+            for prompt in range(start.prompt if resumed else 0, len(unit.order)):
+                row = int(unit.order[prompt])
+                begin, end = map(int, unit.group.ends[row : row + 2])
+                at = begin + (start.token if resumed and prompt == start.prompt else 0)
+                while at < end:
+                    at += batch.add(unit, row, at)
+                    if batch.is_full:
+                        self._next = replace(unit.position, prompt=prompt, token=at - begin)
+                        yield batch.take()
+        self._next = Position(epoch=start.epoch + 1)
+        if batch.num_tokens:
+            yield batch.take()
+
+
+class _Batch:
+    """A batch being filled."""
+
+    def __init__(self, batch_tokens: int):
+        self._batch_tokens = batch_tokens
+        self._columns: dict[str, torch.Tensor] = {}
+        self._states: dict[Layer, torch.Tensor] = {}
+        self.num_tokens = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_tokens == self._batch_tokens
+
+    def add(self, unit: _Unit, row: int, at: int) -> int:
+        """Copies a prompt's tokens from row `at` of its row group on, as many as fit; how many they were."""
+        group = unit.group
+        if not self.num_tokens:
+            self._begin(group)
+        count = min(int(group.ends[row + 1]) - at, self._batch_tokens - self.num_tokens)
+        here, there = slice(self.num_tokens, self.num_tokens + count), slice(at, at + count)
+        self._columns["input_ids"][here] = group.input_ids[there]
+        self._columns["loss_mask"][here] = group.loss_mask[there]
+        self._columns["document_ids"][here] = unit.first_prompt + row
+        first = at - int(group.ends[row])
+        self._columns["position_ids"][here] = torch.arange(first, first + count)
+        for layer, hidden_SD in group.states.items():
+            self._states[layer][here] = hidden_SD[there]
+        self.num_tokens += count
+        return count
+
+    def take(self) -> dict[str, Any]:
+        """The batch, as it is; the next begins empty."""
+        rows = slice(0, self.num_tokens)
+        self.num_tokens = 0
+        columns = {name: values[None, rows] for name, values in self._columns.items()}
+        return {**columns, "hidden_states": {layer: states[None, rows] for layer, states in self._states.items()}}
+
+    def _begin(self, group: RowGroup) -> None:
+        """New memory: what was given is the user's."""
+        size = self._batch_tokens
+        whole = ("input_ids", "document_ids", "position_ids")
+        self._columns = {name: torch.empty(size, dtype=torch.int64) for name in whole}
+        self._columns["loss_mask"] = torch.empty(size, dtype=torch.bool)
+        # From Arrow's pool, which keeps what is given back: a core fills fresh pages at 1 GB/s here, used ones at 8.
+        self._states = {layer: _pooled(size, like=states) for layer, states in group.states.items()}
+
+
+def _pooled(num_rows: int, *, like: torch.Tensor) -> torch.Tensor:
+    """An uninitialised tensor of so many of a tensor's rows."""
+    memory = pa.allocate_buffer(num_rows * like.shape[1] * like.element_size(), resizable=False)
+    return torch.frombuffer(memory, dtype=like.dtype).view(num_rows, like.shape[1])
+
+
+class TokenStream(IterableDataset):
+    """Batches of single tokens' states of one layer, [batch_size, D], shuffled across prompts; the last may be smaller.
+
+    A buffer of `shuffle_buffer` states is filled from row groups in a shuffled order; whenever it is full a random half of
+    it is given. Each iteration is a pass over the dataset, in another order.
+    """
+
+    def __init__(
+        self, share: Share, layer: Layer, *, batch_size: int, shuffle_buffer: int, only_loss_mask: bool, skip_first: int
+    ):
+        if not 1 <= batch_size <= shuffle_buffer or skip_first < 0:
+            raise ValueError(
+                f"batch_size={batch_size}, shuffle_buffer={shuffle_buffer}, skip_first={skip_first}; give a batch of 1 up to "
+                "the buffer, and 0 or more to skip"
+            )
+        self._share, self._layer = share, layer
+        self._batch_size, self._shuffle_buffer = batch_size, shuffle_buffer
+        self._only_loss_mask, self._skip_first = only_loss_mask, skip_first
+        self._epoch = 0
+        self.num_tokens = 0
+        """Given so far, in this process; `mean` and `mean_norm` are over these."""
+        self._sum_D: torch.Tensor | None = None
+        self._sum_of_norms = 0.0
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The mean of the states given so far, float64 [D]."""
+        return self._sum_D / self.num_tokens
+
+    @property
+    def mean_norm(self) -> float:
+        """The mean Euclidean norm of the states given so far."""
+        return self._sum_of_norms / self.num_tokens
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        chosen = torch.Generator().manual_seed(int(np.random.default_rng([self._share.seed, epoch]).integers(2**62)))
+        buffer_ND, filled = None, 0
+        for unit in self._share.units(Position(epoch=epoch)):
+            states_SD = self._wanted(unit.group)
+            if buffer_ND is None:
+                buffer_ND = states_SD.new_empty(self._shuffle_buffer, states_SD.shape[1])
+            while len(states_SD):
+                taken = states_SD[: self._shuffle_buffer - filled]
+                buffer_ND[filled : filled + len(taken)] = taken
+                filled, states_SD = filled + len(taken), states_SD[len(taken) :]
+                if filled == self._shuffle_buffer:
+                    order = torch.randperm(filled, generator=chosen)
+                    given = -(-filled // 2 // self._batch_size) * self._batch_size
+                    yield from self._batches(buffer_ND, order[:given])
+                    filled -= given
+                    buffer_ND[:filled] = buffer_ND[order[given:]]
+        if filled:
+            yield from self._batches(buffer_ND, torch.randperm(filled, generator=chosen))
+
+    def _wanted(self, group: RowGroup) -> torch.Tensor:
+        keep_S = group.loss_mask.clone() if self._only_loss_mask else torch.ones_like(group.loss_mask)
+        for begin, end in zip(group.ends[:-1].tolist(), group.ends[1:].tolist(), strict=True):
+            keep_S[begin : min(end, begin + self._skip_first)] = False
+        return group.states[self._layer][keep_S]
+
+    def _batches(self, buffer_ND: torch.Tensor, order: torch.Tensor) -> Iterator[torch.Tensor]:
+        for rows in order.split(self._batch_size):
+            states_BD = buffer_ND[rows]
+            numbers_BD = states_BD.float()
+            sum_D = numbers_BD.sum(dim=0, dtype=torch.float64)
+            self._sum_D = sum_D if self._sum_D is None else self._sum_D + sum_D
+            self._sum_of_norms += float(numbers_BD.norm(dim=1).sum(dtype=torch.float64))
+            self.num_tokens += len(rows)
+            yield states_BD

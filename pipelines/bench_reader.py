@@ -1,0 +1,185 @@
+"""Reading speed from the page cache: whole shards, prompts at random, streams, and one .pt file a prompt with torch.load.
+
+    python pipelines/bench_reader.py --folder /scratch --json reader.json
+
+It makes a dataset of random states without an engine: 4 layers of width 4,096 in bfloat16, prompts of 128 to 4,096 tokens.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader
+
+import hsray
+from hsray.layers import Layer, column_name
+from hsray.manifest import Identity, Manifest, complete
+from hsray.plan import PlanOptions, read_plan_file, shard_name, write_plan
+from hsray.prompts import PROMPTS_SCHEMA
+from hsray.reader import HiddenStates
+from hsray.shard import ShardPrompts, shard_schema, shard_table, stamped, write_table
+from hsray.store import Store
+
+LAYERS: list[Layer] = [9, 19, 29, "final"]
+HIDDEN_SIZE = 4096
+TOKEN_BYTES = len(LAYERS) * HIDDEN_SIZE * 2
+SHARD_BYTES = 256 << 20
+BATCH_TOKENS = 2048
+TURNS = 3
+
+
+def make_dataset(folder: Path, num_bytes: int) -> int:
+    """A dataset in ``dataset/`` and the same prompts in ``pt/``, one file each; returns the tokens."""
+    chosen = np.random.default_rng(0)
+    lengths = []
+    while sum(lengths) * TOKEN_BYTES < num_bytes:
+        lengths.append(int(chosen.integers(128, 4097)))
+    identity = Identity(
+        model="random",
+        config_digest="-",
+        weights_digest="-",
+        tokenizer_digest="-",
+        num_layers=30,
+        hidden_size=HIDDEN_SIZE,
+        layers=tuple(LAYERS),
+        dtype="bfloat16",
+        engine="transformers",
+        engine_args={},
+        tensor_parallel=1,
+        requests_in_flight=1,
+        prefill_tokens=1,
+        shard_bytes=SHARD_BYTES,
+        compression="none",
+        max_tokens=4096,
+        too_long="error",
+        prompts_digest=None,
+        plan_digest=None,
+    )
+    rows = [
+        {
+            "row_digest": number.to_bytes(16, "big"),
+            "prompt_id": f"p{number}",
+            "input_ids": [1] * num_tokens,
+            "loss_mask": [True] * num_tokens,
+            "too_long": False,
+        }
+        for number, num_tokens in enumerate(lengths)
+    ]
+    options = PlanOptions(
+        bytes_per_token=TOKEN_BYTES, value_bytes_per_token=HIDDEN_SIZE * 2, shard_bytes=SHARD_BYTES, max_tokens=4096
+    )
+    store = Store(folder / "dataset")
+    plan = write_plan([pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA)], store, options)
+    manifest = Manifest(state="planning", identity=identity).with_plan(plan)
+    manifest.save(store)
+    schema = shard_schema(LAYERS, hidden_size=HIDDEN_SIZE, dtype="bfloat16")
+    (folder / "pt").mkdir()
+    digests = {}
+    for shard in range(plan.num_shards):
+        prompts = ShardPrompts.from_plan(read_plan_file(store, plan.files[0]), shard)
+        states = {
+            layer: torch.empty(int(prompts.ends[-1]), HIDDEN_SIZE, dtype=torch.bfloat16).normal_() for layer in LAYERS
+        }
+        table = shard_table(prompts, states, stamped(schema, shard=shard, identity_digest=manifest.identity.digest))
+        with store.staged(shard_name(shard)) as sink:
+            write_table(table, sink)
+        digests[shard] = table.schema.metadata[b"hsray.digest"].decode()
+        split = {layer: hidden_SD.split(prompts.lengths.tolist()) for layer, hidden_SD in states.items()}
+        for row, name in enumerate(prompts.prompt_ids.to_pylist()):
+            hidden = {layer: hidden_TD[row].clone() for layer, hidden_TD in split.items()}
+            ids_T = torch.from_numpy(prompts.tokens[row].copy())
+            prompt = {"input_ids": ids_T, "loss_mask": torch.ones_like(ids_T).bool(), "hidden_states": hidden}
+            torch.save(prompt, folder / "pt" / f"{int(name[1:]):06d}.pt")
+    complete(manifest, store, digests)
+    return sum(lengths)
+
+
+def load_each(folder: Path, order: list[int]) -> Iterator[None]:
+    """One ``torch.load`` a prompt."""
+    for index in order:
+        torch.load(folder / "pt" / f"{index:06d}.pt", weights_only=True)
+        yield
+
+
+def whole_shards(dataset: HiddenStates) -> Iterator[None]:
+    """Each row group of each shard, as tensors."""
+    for shard in dataset.shards:
+        file = dataset.open_shard(shard)
+        for group in range(file.num_groups):
+            file.read(group, [*map(column_name, LAYERS)])
+            yield
+
+
+def each_prompt(dataset: HiddenStates, order: list[int]) -> Iterator[None]:
+    """Each prompt by its index."""
+    for index in order:
+        dataset[index]
+        yield
+
+
+def runs(folder: Path) -> dict[str, Callable[[], Iterator]]:
+    """What is measured, by name."""
+    dataset = hsray.read(folder / "dataset")
+    in_order = list(range(len(dataset)))
+    shuffled = np.random.default_rng(1).permutation(len(dataset)).tolist()
+
+    def stream(shuffle: bool, num_workers: int) -> Iterator:
+        packed = dataset.stream(batch_tokens=BATCH_TOKENS, shuffle=shuffle)
+        return iter(DataLoader(packed, batch_size=None, num_workers=num_workers) if num_workers else packed)
+
+    return {
+        "whole shards": lambda: whole_shards(dataset),
+        "[i] in order": lambda: each_prompt(dataset, in_order),
+        "[i] at random": lambda: each_prompt(dataset, shuffled),
+        "torch.load in order": lambda: load_each(folder, in_order),
+        "stream in order": lambda: stream(False, 0),
+        "torch.load shuffled": lambda: load_each(folder, shuffled),
+        "stream shuffled": lambda: stream(True, 0),
+        "stream, 2 workers": lambda: stream(False, 2),
+        "stream shuffled, 2 workers": lambda: stream(True, 2),
+    }
+
+
+def main() -> int:
+    """Prints a table, and writes JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where to write, in a temporary folder (default: the system's)")
+    parser.add_argument("--bytes", type=float, default=1e9, help="of states (default: 1e9)")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    figures = {}
+    with tempfile.TemporaryDirectory(prefix="hsray-bench-", dir=arguments.folder) as folder:
+        num_bytes = make_dataset(Path(folder), int(arguments.bytes)) * TOKEN_BYTES
+        for _ in range(TURNS):
+            for name, run in runs(Path(folder)).items():
+                started, cpu = time.monotonic(), time.process_time()
+                for _ in run():
+                    pass
+                wall_s, cpu_s = time.monotonic() - started, time.process_time() - cpu
+                best = figures.setdefault(name, {"GB/s": 0.0, "GB/s of this process's CPU time": 0.0})
+                best["GB/s"] = max(best["GB/s"], num_bytes / wall_s / 1e9)
+                best["GB/s of this process's CPU time"] = max(
+                    best["GB/s of this process's CPU time"], num_bytes / cpu_s / 1e9
+                )
+    shown = Table(f"{num_bytes / 1e9:.2f} GB of states, {os.cpu_count()} cores", "GB/s", "GB/s of CPU time")
+    for name, values in figures.items():
+        shown.add_row(name, *(f"{value:.2f}" for value in values.values()))
+    Console(width=120).print(shown)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

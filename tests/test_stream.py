@@ -1,0 +1,190 @@
+"""A stream gives every token once, to one rank and worker, in an order that is found again."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import hsray
+from tests.synthetic import LAYERS, assert_same, make_prompts, plan_prompts, publish_shard, write_dataset
+
+LENGTHS = [7, 1, 30, 2, 2, 80, 7, 7, 1, 40, 300, 5, 5, 5, 90, 11, 3, 64, 1, 1]
+NUM_TOKENS = sum(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[dict]:
+    return make_prompts(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory, prompts) -> Path:
+    """A dataset of a dozen shards, some of several row groups."""
+    folder = tmp_path_factory.mktemp("stream")
+    before, hsray.shard.ROW_GROUP_BYTES = hsray.shard.ROW_GROUP_BYTES, 10 * 96
+    write_dataset(prompts, folder, shard_tokens=60)
+    hsray.shard.ROW_GROUP_BYTES = before
+    dataset = hsray.read(folder)
+    assert max(dataset.open_shard(shard).num_groups for shard in dataset.shards) > 1
+    return folder
+
+
+def tokens_of(batches: Iterable[dict]) -> Iterator[tuple[int, int]]:
+    """Which token of which prompt each is."""
+    for batch in batches:
+        yield from zip(batch["document_ids"][0].tolist(), batch["position_ids"][0].tolist(), strict=True)
+
+
+def assert_right(batch: dict, prompts: list[dict]) -> None:
+    """That each token's id, mask and states are its prompt's."""
+    for place, (document, position) in enumerate(tokens_of([batch])):
+        wanted = prompts[document]
+        assert batch["input_ids"][0, place] == wanted["input_ids"][position]
+        assert batch["loss_mask"][0, place] == wanted["loss_mask"][position]
+        for layer in LAYERS:
+            assert torch.equal(batch["hidden_states"][layer][0, place], wanted["hidden_states"][layer][position])
+
+
+ALL = [(document, position) for document, num_tokens in enumerate(LENGTHS) for position in range(num_tokens)]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 50, 64, NUM_TOKENS, NUM_TOKENS + 1])
+def test_in_order_every_token_follows_the_one_before(out, prompts, batch_tokens):
+    batches = list(hsray.read(out).stream(batch_tokens=batch_tokens))
+    assert list(tokens_of(batches)) == ALL
+    assert {len(batch["input_ids"][0]) for batch in batches[:-1]} <= {batch_tokens}
+    for batch in batches:
+        assert {values.shape[:2] for values in batch["hidden_states"].values()} == {batch["input_ids"].shape}
+        assert_right(batch, prompts)
+
+
+def test_shuffled_every_pass_has_every_token_once_in_another_order(out, prompts):
+    stream = hsray.read(out).stream(batch_tokens=64, shuffle=True, seed=1)
+    passes = [list(stream), list(stream)]
+    orders = [list(tokens_of(batches)) for batches in passes]
+    assert sorted(orders[0]) == sorted(orders[1]) == ALL
+    assert len({tuple(order) for order in [*orders, ALL]}) == 3
+    for batch in passes[0]:
+        assert_right(batch, prompts)
+    assert list(tokens_of(hsray.read(out).stream(batch_tokens=64, shuffle=True, seed=1))) == orders[0]
+    assert list(tokens_of(hsray.read(out).stream(batch_tokens=64, shuffle=True, seed=2))) != orders[0]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ranks_and_workers_share_every_token_without_overlap(out, shuffle, num_workers):
+    found = Counter()
+    for rank in range(3):
+        stream = hsray.read(out).stream(batch_tokens=40, shuffle=shuffle, rank=rank, world_size=3)
+        loader = DataLoader(stream, batch_size=None, num_workers=num_workers, timeout=60 if num_workers else 0)
+        of_rank = list(tokens_of(loader))
+        assert of_rank
+        found.update(of_rank)
+    assert found == Counter(ALL)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_stream_goes_on_exactly_where_its_state_says(out, shuffle):
+    def stream() -> hsray.stream.PackedStream:
+        return hsray.read(out).stream(batch_tokens=33, shuffle=shuffle, seed=5)
+
+    whole = [list(tokens_of([batch])) for batch in stream()]
+    for count in (1, 2, 7, len(whole) - 1):
+        first = stream()
+        given = iter(first)
+        for _ in range(count):
+            next(given)
+        state = first.state_dict()
+        given.close()
+        second = stream()
+        second.load_state_dict(state)
+        assert [list(tokens_of([batch])) for batch in second] == whole[count:]
+    over = stream()
+    list(over)
+    again = stream()
+    again.load_state_dict(over.state_dict())
+    assert list(tokens_of(again)) == list(tokens_of(over))
+
+
+def test_a_snapshot_of_a_growing_dataset_is_streamed_to_its_end(tmp_path, prompts):
+    store, manifest = plan_prompts(prompts, tmp_path, shard_tokens=60)
+    for shard in (0, 2):
+        publish_shard(store, manifest, prompts, shard)
+    dataset = hsray.read(tmp_path)
+    publish_shard(store, manifest, prompts, 1)
+    num_tokens = sum(manifest.plan.shard_tokens[shard] for shard in (0, 2))
+    assert len(list(tokens_of(dataset.stream(batch_tokens=16)))) == num_tokens
+
+
+@pytest.mark.parametrize("only_loss_mask", [False, True])
+def test_single_tokens_come_once_each_shuffled_across_prompts(out, prompts, only_loss_mask):
+    stream = hsray.read(out).tokens(3, batch_size=16, shuffle_buffer=100, only_loss_mask=only_loss_mask, skip_first=2)
+    batches = list(stream)
+    assert {len(batch) for batch in batches[:-1]} == {16}
+    found_ND = torch.cat(batches)
+    kept = []
+    for prompt in prompts:
+        keep_T = prompt["loss_mask"].clone() if only_loss_mask else torch.ones_like(prompt["loss_mask"])
+        keep_T[:2] = False
+        kept.append(prompt["hidden_states"][3][keep_T])
+    wanted_ND = torch.cat(kept)
+    assert sorted(map(tuple, found_ND.float().tolist())) == sorted(map(tuple, wanted_ND.float().tolist()))
+    assert not torch.equal(found_ND, wanted_ND)
+    assert torch.allclose(stream.mean, wanted_ND.double().mean(dim=0))
+    assert stream.mean_norm == pytest.approx(wanted_ND.double().norm(dim=1).mean().item())
+    assert stream.num_tokens == len(wanted_ND)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_tokens": 0}, "batch_tokens=0"),
+        ({"batch_tokens": 8, "rank": 2, "world_size": 2}, "rank=2, world_size=2; give a rank from 0 to world_size - 1"),
+    ],
+)
+def test_a_stream_that_cannot_be_is_refused(out, options, message):
+    with pytest.raises(ValueError, match=message):
+        hsray.read(out).stream(**options)
+
+
+def test_tokens_of_a_layer_that_was_not_opened_are_refused(out):
+    with pytest.raises(KeyError, match=r"layer 3 is not among those opened, \['final'\]"):
+        hsray.read(out, layers="final").tokens(3, batch_size=1)
+    with pytest.raises(ValueError, match="give a batch of 1 up to the buffer"):
+        hsray.read(out).tokens(3, batch_size=10, shuffle_buffer=5)
+
+
+def test_threads_share_a_dataset(out, prompts):
+    dataset = hsray.read(out)
+    start = threading.Barrier(8)
+
+    def read_all(offset: int) -> None:
+        start.wait()
+        for index in range(len(prompts)):
+            index = (index * 7 + offset) % len(prompts)
+            assert_same(dataset[index], prompts[index])
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(read_all, range(8)))
+
+
+def test_a_prompt_as_arrow_has_the_columns_of_its_shard(out, prompts):
+    table = hsray.read(out, layers=["final"]).to_arrow(5)
+    assert table.column_names == ["prompt_id", "num_tokens", "input_ids", "loss_mask", "layer_final"]
+    assert table["prompt_id"].to_pylist() == ["p5"]
+    assert table["layer_final"][0].as_py() == prompts[5]["hidden_states"]["final"].view(torch.int16).numpy().tobytes()
+
+
+def test_ray_data_has_every_prompt_with_its_states_as_tensors(ray_session, out, prompts):
+    rows = {row["prompt_id"]: row for row in hsray.read(out).to_ray().take_all()}
+    assert len(rows) == len(prompts)
+    for prompt in prompts:
+        row = rows[prompt["prompt_id"]]
+        assert torch.equal(torch.from_numpy(row["input_ids"].copy()), prompt["input_ids"])
+        for layer in LAYERS:
+            assert torch.equal(torch.from_numpy(row[f"layer_{layer}"].copy()), prompt["hidden_states"][layer].float())
