@@ -6,6 +6,7 @@ In Hugging Face terms ``hidden_states[0]`` is ``"embed"``, ``hidden_states[i + 1
 and the last entry is ``"final"``: Hugging Face never returns layer ``N-1``. `explain` shows other systems' numbers.
 """
 
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -48,6 +49,7 @@ PRESETS: Mapping[str, Callable[[int], list[Layer]]] = {
     "all": lambda num_layers: ["embed", *range(num_layers), "final"],
 }
 
+INTEGER = re.compile(r"-?\d+")
 DFLASH = re.compile(r"dflash:(\d+)")
 RANGE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+)?)?")
 
@@ -64,7 +66,7 @@ def resolve_layers(spec: LayersSpec, *, num_layers: int) -> tuple[Layer, ...]:
     Raises:
         ValueError: An unknown name, a layer out of range, one named twice, or none at all.
     """
-    names: Sequence[int | str] = [spec] if isinstance(spec, (int, str)) else list(spec)
+    names: Sequence[int | str] = [spec] if spec is None or isinstance(spec, int | str | bytes) else list(spec)
     if len(names) == 1 and isinstance(names[0], str):
         names = _resolve_preset(names[0], num_layers) or names
     layers = [layer for name in names for layer in _resolve_name(name, num_layers)]
@@ -156,14 +158,16 @@ def _resolve_range(name: str, parts: re.Match[str], num_layers: int) -> list[Lay
 def _resolve_one(name: int | str, num_layers: int) -> Layer:
     if name in ("embed", "final"):
         return name
-    try:
-        index = name if type(name) is int else int(str(name))
-    except ValueError:
+    if hasattr(name, "__index__") and not isinstance(name, bool):
+        index = operator.index(name)
+    elif isinstance(name, str) and INTEGER.fullmatch(name):
+        index = int(name)
+    else:
         wanted = ", ".join(repr(preset) for preset in PRESETS)
         raise ValueError(
             f"layer {name!r} is not known; wanted 0..{num_layers - 1}, 'embed', 'final', a range such as '0:{num_layers}:4', "
             f"or alone one of {wanted}, 'dflash:5'"
-        ) from None
+        )
     if not -num_layers <= index < num_layers:
         raise ValueError(
             f"layer {index} is out of range: the model has {num_layers} blocks, so 0..{num_layers - 1} "

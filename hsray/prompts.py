@@ -188,7 +188,7 @@ def _read(
         shape = find_shape(row, options.columns)
         prompt.shape, prompt.own_id = shape.name, own_id(row, options.columns)
         content = read_row(row, shape, options.columns, tokenizer, options.chat)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         prompt.fail(f"not JSON: {error}; each line must be one JSON object")
         return []
     except ValueError as error:

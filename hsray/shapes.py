@@ -103,9 +103,10 @@ def find_shape(row: Mapping[str, Any], columns: Mapping[str, str]) -> Shape:
     for shape in shapes:
         if all(row.get(columns.get(name, name)) is not None for name in shape.needs):
             return shape
+    found = [name if row[name] is not None else f"{name} (null)" for name in sorted(row)]
     wanted = ", ".join(" and ".join(repr(columns.get(name, name)) for name in shape.needs) for shape in shapes)
     raise ValueError(
-        f"has the columns of no known shape of row ({wanted}); found {sorted(row)}: rename some, or pass columns="
+        f"has the columns of no known shape of row ({wanted}); found {found}: rename some, or pass columns="
     )
 
 
@@ -124,6 +125,10 @@ def read_row(
     values = {name: row.get(columns.get(name, name)) for name in shape.columns}
     if shape.name == "input_ids":
         return _given_tokens(values["input_ids"], values["loss_mask"])
+    if row.get("loss_mask") is not None and "loss_mask" not in columns.values():
+        raise ValueError(
+            f"has a 'loss_mask', which goes with 'input_ids'; the mask of a row of shape {shape.name!r} is made: leave it out"
+        )
     if tokenizer is None:
         raise ValueError("the model's folder has no tokenizer; give 'input_ids', or a model with one")
     if shape.name == "text":

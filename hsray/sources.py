@@ -8,6 +8,7 @@ Parquet, Arrow, and what `datasets.Dataset.save_to_disk` leaves; JSON may be com
 import codecs
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,9 +94,10 @@ def _file_rows(patterns: list[str], storage_options: Mapping[str, Any] | None) -
     files = [file for pattern in patterns for file in expand(pattern, storage_options)]
     seen: set[str] = set()
     for file in files:
-        if file in seen:
+        same = file if "://" in file else os.path.realpath(file)
+        if same in seen:
             raise ValueError(f"the dataset names {file!r} twice; its prompts would be doubled: name each file once")
-        seen.add(file)
+        seen.add(same)
     items = ray.data.from_items([{"path": path} for path in files], override_num_blocks=len(files))
     return items.map_batches(
         _read_files, fn_kwargs={"storage_options": storage_options}, batch_size=1, batch_format="pyarrow"
@@ -296,6 +298,7 @@ def _dataset_rows(batch: pa.Table) -> pa.Table:
 
 
 def _to_json(row: Mapping[str, Any]) -> str:
+    row = {str(name): value for name, value in row.items()}  # as JSON has it; names of several types have no order
     text = json.dumps(row, ensure_ascii=False, sort_keys=True, default=_jsonable)
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 

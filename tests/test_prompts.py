@@ -249,8 +249,17 @@ MESSAGES_WANTED = "'messages' must be a list of at least one {'role': .., 'conte
 #: A line of a JSONL file, and the whole error it gives; more lines with the results of `IN_ANY_SHAPE` and `GOOD_ROWS`.
 ODD_LINES: list[tuple[str | bytes, str]] = [
     (
+        '{"text": "a", "loss_mask": [1]}',
+        "has a 'loss_mask', which goes with 'input_ids'; the mask of a row of shape 'text' is made: leave it out",
+    ),
+    (
         '{"text": "a"',
         "not JSON: Expecting ',' delimiter: line 1 column 13 (char 12); each line must be one JSON object",
+    ),
+    (
+        "[" * 100_000,
+        "not JSON: maximum recursion depth exceeded while decoding a JSON array from a unicode string; each line must be one "
+        "JSON object",
     ),
     ("hello", "not JSON: Expecting value: line 1 column 1 (char 0); each line must be one JSON object"),
     (
@@ -262,7 +271,7 @@ ODD_LINES: list[tuple[str | bytes, str]] = [
     ('"text"', 'a row must be a JSON object; found "text"'),
     ("{}", NO_COLUMN.format([])),
     ('{"prompt": "a", "body": 1}', NO_COLUMN.format(["body", "prompt"])),
-    ('{"text": null, "messages": null}', NO_COLUMN.format(["messages", "text"])),
+    ('{"text": null, "messages": null}', NO_COLUMN.format(["messages (null)", "text (null)"])),
     ('{"text": ""}', EMPTY),
     ('{"input_ids": []}', EMPTY),
     ('{"text": 5}', "'text' must be a text; found int"),
@@ -324,7 +333,7 @@ ODD_LINES: list[tuple[str | bytes, str]] = [
     ('{"instruction": ["a"], "output": "b"}', "'instruction' must be a text; found list"),
     ('{"instruction": "a", "input": 7, "output": "b"}', "'input' must be a text; found int"),
     ('{"question": "a", "answer": 7}', "'answer' must be a text; found int"),
-    ('{"question": "a", "answer": null}', NO_COLUMN.format(["answer", "question"])),
+    ('{"question": "a", "answer": null}', NO_COLUMN.format(["answer (null)", "question"])),
     ('{"question": "a", "answer": "b", "system": 7}', "'system' must be a text; found int"),
     ('{"prompt": "a"}', NO_COLUMN.format(["prompt"])),
     ('{"prompt": ["a"], "completion": "b"}', "'prompt' must be a text; found list"),
