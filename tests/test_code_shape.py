@@ -24,6 +24,7 @@ ORDER = [
     "sources",
     "prompts",
     "store",
+    "seen",
     "plan",
     "shard",
     "manifest",
