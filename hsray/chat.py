@@ -9,6 +9,7 @@ wrongly. Nothing of a trained turn may be left out by the template: its reasonin
 Shapes: T tokens of a prompt.
 """
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -181,6 +182,11 @@ def check_unicode(text: str) -> str:
     return text
 
 
+@functools.lru_cache(maxsize=8)
+def _is_tagged(template: str) -> bool:
+    return GENERATION_TAG.search(template) is not None
+
+
 class _Chat:
     """One conversation and its render."""
 
@@ -204,7 +210,7 @@ class _Chat:
     def spans_of(self, turns: Sequence[int]) -> tuple[Span, ...]:
         """Where these assistant turns stand in the text."""
         template = self.tokenizer.get_chat_template(tools=self.tools)
-        if GENERATION_TAG.search(template):
+        if _is_tagged(template):
             spans = self._tagged_spans(template, turns)
         else:
             spans = tuple(self._turn_span(turn) for turn in turns)

@@ -13,6 +13,7 @@
 A row has the first shape whose columns it has, null counting as absent.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -101,7 +102,10 @@ def find_shape(row: Mapping[str, Any], columns: Mapping[str, str]) -> Shape:
     """
     shapes = _shapes_of(columns)
     for shape in shapes:
-        if all(row.get(columns.get(name, name)) is not None for name in shape.needs):
+        for name in shape.needs:
+            if row.get(columns.get(name, name)) is None:
+                break
+        else:
             return shape
     found = [name if row[name] is not None else f"{name} (null)" for name in sorted(row)]
     wanted = ", ".join(" and ".join(repr(columns.get(name, name)) for name in shape.needs) for shape in shapes)
@@ -165,9 +169,13 @@ def own_id(row: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
     return given
 
 
-def _shapes_of(columns: Mapping[str, str]) -> list[Shape]:
-    named = set(columns) - {"id"}
-    return [shape for shape in SHAPES if named <= set(shape.columns)]
+def _shapes_of(columns: Mapping[str, str]) -> tuple[Shape, ...]:
+    return _shapes_with(frozenset(columns) - {"id"})
+
+
+@functools.cache
+def _shapes_with(columns: frozenset[str]) -> tuple[Shape, ...]:
+    return tuple(shape for shape in SHAPES if columns <= set(shape.columns))
 
 
 def _text(name: str, value: Any) -> str:

@@ -35,7 +35,6 @@ from rich.console import Console
 from rich.table import Table
 
 import hsray
-from hsray.chat import tokenize_chat
 from hsray.engine import CaptureEngine, EngineOptions, open_engine
 from hsray.flags import parse_bytes, parse_object
 from hsray.layers import resolve_layers
@@ -106,7 +105,7 @@ def read_conversations(path: Path, arguments: argparse.Namespace) -> Workload:
             row = json.loads(line)
             turns = zip(("user", "assistant"), (row.get("question"), row.get("answer")), strict=True)
             messages = row.get("messages") or [{"role": role, "content": content} for role, content in turns]
-            prompts.append(tokenize_chat(tokenizer, messages)[0])
+            prompts.append(tokenizer.apply_chat_template(messages, return_dict=False))
     return prompts
 
 

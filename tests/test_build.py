@@ -319,6 +319,23 @@ def test_prompts_dropped_by_policy_are_counted_and_listed(ray_session, tiny_llam
     ]
 
 
+def test_a_sorted_and_truncated_build_is_resumed_as_it_was(ray_session, tiny_llama, tmp_path):
+    rows = unique_prompts(30, longest=60)
+    asked = {"sort": "length", "max_tokens": 50, "too_long": "truncate", "shard_bytes": 1 << 14, "duplicates": "drop"}
+    asked |= {"dataset": [*rows, {"input_ids": rows[0]["input_ids"]}], "out": tmp_path / "out"}
+    first = build_tiny(tiny_llama, **asked)
+    num_long = sum(len(row["input_ids"]) > 50 for row in rows)
+    assert (first.prompts, first.dropped, first.truncated) == (30, 1, num_long)
+    lengths = [len(hsray.read(asked["out"])[index]["input_ids"]) for index in range(30)]
+    assert lengths == sorted((min(50, len(row["input_ids"])) for row in rows), reverse=True)
+    (tmp_path / "out/shards/000000.parquet").unlink()
+    assert build_tiny(tiny_llama, **asked).new_shards == 1
+    with pytest.raises(ValueError, match="sort: the dataset has 'length', this build asks for 'input'"):
+        build_tiny(tiny_llama, **(asked | {"sort": "input"}))
+    with pytest.raises(ValueError, match="prompts_digest: the dataset has"):
+        build_tiny(tiny_llama, **(asked | {"dataset": asked["dataset"][::-1]}))
+
+
 def test_a_cluster_with_gpus_runs_an_engine_on_each(tiny_llama, tmp_path):
     """Ray hands out GPUs that are not there, and the engines compute without: the graph is what is tested."""
     dataset = write_jsonl(tmp_path / "prompts.jsonl", unique_prompts(12, longest=50))

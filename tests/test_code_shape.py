@@ -27,6 +27,7 @@ ORDER = [
     "sources",
     "prompts",
     "store",
+    "seen",
     "plan",
     "digest",
     "shard",

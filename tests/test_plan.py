@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsray import plan as plan_module
-from hsray.plan import FirstSeen, Plan, PlanOptions, digest_rows, read_plan_file, shard_name, shard_number, write_plan
+from hsray.plan import Plan, PlanOptions, digest_rows, read_plan_file, shard_name, shard_number, write_plan
 from hsray.prompts import PROMPTS_SCHEMA
+from hsray.seen import FirstSeen
 from hsray.sources import PromptError
 from hsray.store import Store
 
