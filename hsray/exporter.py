@@ -133,6 +133,8 @@ def export(
     finish = TARGETS[target].finish
     if finish is not None:
         finish(folder, dataset, manifest, selection)
+    for name in ("", TICKS, *folder.list()):
+        folder.sweep(name)
     if TARGETS[target].fixed_rows:
         report.dropped_tokens = sum(num_tokens % context_size for num_tokens in manifest.plan.shard_tokens)
     return report
@@ -222,12 +224,8 @@ def _open_export(job: ExportJob, folder: Store) -> set[int]:
             if found.get(name) != value
         ]
         if differences:
-            raise ExportError(
-                f"{folder.url!r} holds another export:\n"
-                + "\n".join(differences)
-                + "\nExport the same to resume it, or "
-                "give another to="
-            )
+            words = "\n".join([*differences, "Export the same to resume it, or give another to="])
+            raise ExportError(f"{folder.url!r} holds another export:\n{words}")
         return {int(name.removesuffix(".json")) for name in folder.list(TICKS)}
     names = sorted(folder.list())
     if names:

@@ -1,7 +1,7 @@
 """Other trainers' files: what each wants of a dataset, and how one shard of it becomes theirs.
 
-Each target's layout was read in its own loader; where it says "post-norm" the state after the final norm is meant
-(``"final"``), where it says "pre-norm" the last block's output (layer N-1).
+Each target's layout is what its own loader reads. "Post-norm" is the state after the final norm (``"final"``), "pre-norm" the
+last block's output (layer N-1).
 
 Shapes: T tokens of a prompt, L layers, D hidden size.
 """

@@ -241,12 +241,14 @@ class TestResume:
         inodes = {path: path.stat().st_ino for path in to.glob("*.safetensors")}
         assert (first.new_shards, first.files) == (3, len(LENGTHS))
         (to / "hsray-export/shards/000001.json").unlink()
+        (to / ".hsray-tmp-0123").write_text("what a killed writer left")
         lost = to / "00000005.safetensors"
         content = lost.read_bytes()
         lost.unlink()
         again = hsray.export(stored, "safetensors", to=to, progress=False)
         assert (again.new_shards, again.files) == (1, load_manifest(Store(stored)).plan.shard_prompts[1])
         assert lost.read_bytes() == content
+        assert not list(to.glob(".hsray-tmp-*"))
         kept = {path for path, inode in inodes.items() if path.stat().st_ino == inode}
         assert len(kept) == len(LENGTHS) - again.files
         assert hsray.export(stored, "safetensors", to=to, progress=False).new_shards == 0

@@ -121,3 +121,34 @@ def test_modelopt_reads_every_file(export, prompts):
         assert sample["base_hidden_prenorm"] is False
     batch = EagleOfflineDataCollator(train_len=16)([dataset[0], dataset[1]])
     assert batch["base_model_outputs"]["base_model_hidden_states"].shape == (2, 16, 128)
+
+
+def test_sae_lens_reads_every_row(ray_session, stored, tmp_path):
+    from datasets import load_from_disk
+    from sae_lens.training.activations_store import ActivationsStore
+
+    hsray.export(stored, "sae-lens", to=tmp_path / "to", context_size=16, progress=False)
+    rows = load_from_disk(str(tmp_path / "to")).with_format("torch")
+    store = ActivationsStore(
+        model=None,  # whose states are read and not made
+        dataset=None,
+        cached_activations_path=str(tmp_path / "to"),
+        streaming=False,
+        hook_name="blocks.2.hook_resid_post",
+        hook_head_index=None,
+        context_size=16,
+        d_in=128,
+        n_batches_in_buffer=2,
+        total_training_tokens=1000,
+        store_batch_size_prompts=1,
+        train_batch_size_tokens=16,
+        prepend_bos=False,
+        normalize_activations="none",
+        device=torch.device("cpu"),
+        dtype="float32",
+    )
+    assert len(rows) > 4
+    for row in rows:
+        states_CD, ids_C = store.get_raw_llm_batch()
+        assert torch.equal(states_CD, row["blocks.2.hook_resid_post"])
+        assert torch.equal(ids_C, row["token_ids"])
