@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if count is not None:
             for prompt in hsray.preview(dataset, count=count, **arguments):
-                Console(highlight=False).print(prompt, end="\n\n")
+                Console(highlight=False).print(prompt, end="\n\n", soft_wrap=True)
         elif dry_run:
             print(hsray.estimate(dataset, **of_estimate, **arguments))
         else:

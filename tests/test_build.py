@@ -234,7 +234,7 @@ def test_resuming_with_something_else_shows_both_sides(tiny_llama, out, change, 
 
 BAD_ROWS = [
     ('{"input_ids": [1, 2]}\n{"input_ids": [1,\n', "prompts.jsonl:2: not JSON"),
-    ('{"input_ids": [1, 2]}\n{"body": "x"}\n', "prompts.jsonl:2: has none of the columns"),
+    ('{"input_ids": [1, 2]}\n{"body": "x"}\n', "prompts.jsonl:2: has the columns of no known shape"),
     ('{"input_ids": []}\n', "prompts.jsonl:1: an empty prompt"),
     ('{"input_ids": [1, 1000]}\n', "prompts.jsonl:1: token id 1000 is outside the model's vocabulary 0..999"),
     (json.dumps({"input_ids": [1] * 1025}) + "\n", "prompts.jsonl:1: 1025 tokens, over max_tokens=1024"),
