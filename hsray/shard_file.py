@@ -227,8 +227,8 @@ def _damage_named(url: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         # Arrow's word for a bad file is a bare OSError; one from the system or the network has a number or a type.
-        ours = type(error) is not OSError or error.errno is not None if isinstance(error, OSError) else False
-        if ours or isinstance(error, MemoryError):
+        of_the_system = isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None)
+        if of_the_system or isinstance(error, MemoryError):
             raise
         raise ShardError(f"{url} is damaged: {error}; {REMEDY}") from error
 

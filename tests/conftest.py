@@ -26,6 +26,9 @@ hypothesis.settings.load_profile("hsray")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="how often the resume test kills its build (default: 3)")
     parser.addoption(
+        "--broken-builds", type=int, default=3, help="datasets published to S3 through a broken network (default: 3)"
+    )
+    parser.addoption(
         "--resume-engine",
         default="transformers",
         choices=["transformers", "sglang"],

@@ -60,7 +60,12 @@ ORDER = [
 ]
 
 #: `open_engine` opens an engine by name: it alone reaches forward, and only when called.
-FORWARD = {("engine", "engine_transformers"), ("engine", "engine_sglang")}
+FORWARD = {
+    ("engine", "engine_transformers"),
+    ("engine", "engine_sglang"),
+    ("stream", "reader"),  # for a type's name, as is
+    ("ray_view", "reader"),
+}
 
 HEAVY = {"torch", "ray", "transformers", "sglang"}
 

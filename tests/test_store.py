@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -205,3 +207,22 @@ def test_a_relative_target_stays_where_it_was_when_the_process_moves(tmp_path, m
 def test_a_path_with_a_slash_at_its_end_is_the_same_target(url):
     Store(url + "/").publish("shards/x", b"1")
     assert Store(url).list("shards") == {"x": 1}
+
+
+def test_a_full_disk_is_an_error_that_names_the_object_and_the_bytes(tmp_path):
+    """A limit on the file's size stands for the disk's end: both fail a write part of the way."""
+    script = (
+        "import errno, resource, signal, sys\n"
+        "import pyarrow as pa, hsray.store\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "errno.ENOSPC = errno.EFBIG\n"
+        f"hsray.store.Store({str(tmp_path)!r}).publish('x', bytes(3 << 20))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert re.search(
+        rf"no space for {re.escape(str(tmp_path))}/x: 1,048,576 bytes of it were written and more are needed, [\d,]+ are "
+        "free now; make room, and build again to go on",
+        ended.stderr,
+    ), ended.stderr
+    assert list(tmp_path.iterdir()) == []
