@@ -284,7 +284,7 @@ def read_samples(dataset: Store, job: ExportJob, shard: int, first_row: int) -> 
             tokens = table.select(["prompt_id", "num_tokens", "input_ids", "loss_mask"]).to_pylist()
             for row, about in enumerate(tokens):
                 states = {
-                    layer: to_tensor(table[name].chunk(0), row, table.schema.field(name), about["num_tokens"])
+                    layer: to_tensor(table[name].chunk(0).slice(row, 1), table.schema.field(name), about["num_tokens"])
                     for layer, name in zip(selection.read, names, strict=True)
                 }
                 yield Sample(

@@ -131,7 +131,9 @@ def rewrite(out: Path, change: Callable[[list[States], ShardPrompts], ShardPromp
         table = pq.read_table(out / shard_name(prompts.shard)).combine_chunks()
         states = [
             {
-                layer: to_tensor(table[name].chunk(0), row, table.schema.field(name), len(prompts.tokens[row])).clone()
+                layer: to_tensor(
+                    table[name].chunk(0).slice(row, 1), table.schema.field(name), len(prompts.tokens[row])
+                ).clone()
                 for layer, name in layer_columns(table.schema).items()
             }
             for row in range(len(table))
