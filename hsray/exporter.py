@@ -18,7 +18,7 @@ from hsray.layers import Layer, LayersSpec, column_name, resolve_layers
 from hsray.manifest import Manifest, ManifestError, check_inventory, load_manifest, published_shards
 from hsray.norm import load_final_norm
 from hsray.raydata import blocks_of, ray_data
-from hsray.shard import to_tensor
+from hsray.row_group import RowGroup
 from hsray.shard_file import ShardFile
 from hsray.store import Store
 from hsray.targets import TARGETS, Sample, Selection, Written
@@ -273,25 +273,19 @@ def _write_shard(batch: pa.Table, *, job: Any) -> pa.Table:
 
 def read_samples(dataset: Store, job: ExportJob, shard: int, first_row: int) -> Iterator[Sample]:
     """A shard's prompts in order; a row group of it is held at a time."""
-    import torch
-
     selection = job.selection
-    names = [*map(column_name, selection.read)]
     file = ShardFile(dataset, job.manifest.expected(shard))
     try:
         for group in range(file.num_groups):
-            table = file.read(group, ["prompt_id", "input_ids", "loss_mask", *names])
-            tokens = table.select(["prompt_id", "num_tokens", "input_ids", "loss_mask"]).to_pylist()
-            for row, about in enumerate(tokens):
-                states = {
-                    layer: to_tensor(table[name].chunk(0).slice(row, 1), table.schema.field(name), about["num_tokens"])
-                    for layer, name in zip(selection.read, names, strict=True)
-                }
+            columns = ["prompt_id", "input_ids", "loss_mask", *map(column_name, selection.read)]
+            prompts = RowGroup(file.read(group, columns), selection.read)
+            for prompt in map(prompts.prompt, range(len(prompts))):
+                states = prompt["hidden_states"]
                 yield Sample(
                     row=first_row,
-                    prompt_id=about["prompt_id"],
-                    input_ids=torch.tensor(about["input_ids"], dtype=torch.int64),
-                    loss_mask=torch.tensor(about["loss_mask"], dtype=torch.bool),
+                    prompt_id=prompt["prompt_id"],
+                    input_ids=prompt["input_ids"],
+                    loss_mask=prompt["loss_mask"],
                     states={layer: states[layer] for layer in selection.layers},
                     last=_last(states, job),
                 )
