@@ -3,6 +3,7 @@
 Shapes: T tokens of a prompt, D hidden size.
 """
 
+import operator
 import os
 import threading
 from collections import OrderedDict
@@ -44,7 +45,7 @@ def read(
         ManifestError: `out` holds no dataset, or one whose plan is not yet written.
         KeyError: a layer that the dataset does not have.
     """
-    return HiddenStates(Store(out, storage_options), [layers] if isinstance(layers, (str, int)) else layers)
+    return HiddenStates(Store(out, storage_options), [layers] if isinstance(layers, str | int | float) else layers)
 
 
 class HiddenStates:
@@ -204,6 +205,10 @@ class HiddenStates:
 
     def _find(self, index: int) -> tuple[int, int, int]:
         """The shard, row group and row of a prompt."""
+        try:
+            index = operator.index(index)
+        except TypeError:
+            raise TypeError(f"a prompt is asked for by its number, a whole one; found {index!r:.80}") from None
         if not -len(self) <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
         index %= len(self)

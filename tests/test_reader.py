@@ -66,6 +66,14 @@ def test_a_prompt_that_is_not_there_is_an_index_error(out, index):
         hsray.read(out)[index]
 
 
+@pytest.mark.parametrize("index", [slice(0, 2), "p0", None, [0, 1], 1.0])
+def test_what_is_no_number_is_a_type_error_that_shows_it(out, index):
+    with pytest.raises(
+        TypeError, match="a prompt is asked for by its number, a whole one; found " + re.escape(repr(index))
+    ):
+        hsray.read(out)[index]
+
+
 def test_iterating_ends_after_the_last_prompt(out, prompts):
     assert [prompt["prompt_id"] for prompt in hsray.read(out)] == [prompt["prompt_id"] for prompt in prompts]
 
