@@ -62,6 +62,7 @@ def make_dataset(folder: Path, num_bytes: int) -> int:
         compression="none",
         max_tokens=4096,
         too_long="error",
+        prompt_options={},
         prompts_digest=None,
         plan_digest=None,
     )
@@ -71,12 +72,11 @@ def make_dataset(folder: Path, num_bytes: int) -> int:
             "prompt_id": f"p{number}",
             "input_ids": [1] * num_tokens,
             "loss_mask": [True] * num_tokens,
-            "too_long": False,
         }
         for number, num_tokens in enumerate(lengths)
     ]
     options = PlanOptions(
-        bytes_per_token=TOKEN_BYTES, value_bytes_per_token=HIDDEN_SIZE * 2, shard_bytes=SHARD_BYTES, max_tokens=4096
+        bytes_per_token=TOKEN_BYTES, value_bytes_per_token=HIDDEN_SIZE * 2, shard_bytes=SHARD_BYTES, duplicates="keep"
     )
     store = Store(folder / "dataset")
     plan = write_plan([pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA)], store, options)
