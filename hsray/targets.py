@@ -207,17 +207,27 @@ def finish_speculators(to: Store, dataset: Store, manifest: Manifest, _selection
         torch.save({int(token): int(counts[token]) for token in np.flatnonzero(counts)}, sink)
 
 
-def write_speculators_v1(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
-    """``data_12.pt``: ``input_ids`` int64, ``hidden_states``, a list of [T, D], the last pre-norm, ``loss_mask`` int64."""
+def _save_each(
+    to: Store, samples: Iterable[Sample], name: Callable[[int], str], content: Callable[[Sample], dict[str, Any]]
+) -> Written:
+    """Writes a `torch.save` file for each prompt, named by its row."""
     import torch
 
     written = Written()
     for sample in samples:
-        states = [*sample.states.values(), sample.last]
-        content = {"input_ids": sample.input_ids, "hidden_states": states, "loss_mask": sample.loss_mask.long()}
-        with written.file(to, f"data_{sample.row}.pt") as sink:
-            torch.save(content, sink)
+        with written.file(to, name(sample.row)) as sink:
+            torch.save(content(sample), sink)
     return written
+
+
+def write_speculators_v1(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
+    """``data_12.pt``: ``input_ids`` int64, ``hidden_states``, a list of [T, D], the last pre-norm, ``loss_mask`` int64."""
+
+    def content(sample: Sample) -> dict[str, Any]:
+        states = [*sample.states.values(), sample.last]
+        return {"input_ids": sample.input_ids, "hidden_states": states, "loss_mask": sample.loss_mask.long()}
+
+    return _save_each(to, samples, lambda row: f"data_{row}.pt", content)
 
 
 def finish_speculators_v1(to: Store, dataset: Store, manifest: Manifest, _selection: Selection) -> None:
@@ -229,36 +239,30 @@ def finish_speculators_v1(to: Store, dataset: Store, manifest: Manifest, _select
 def write_specforge(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
     """``rows_00000000-00002000/data_00000012.ckpt`` for EAGLE-3: ``aux_hidden_state`` [1, T, 3 D], ``hidden_state``
     [1, T, D] post-norm, ``input_ids`` and ``loss_mask`` int64 [T]."""
-    import torch
 
-    written = Written()
-    for sample in samples:
-        content = {
+    def content(sample: Sample) -> dict[str, Any]:
+        return {
             "input_ids": sample.input_ids,
             "loss_mask": sample.loss_mask.long(),
             "hidden_state": sample.last[None],
             "aux_hidden_state": sample.joined[None],
         }
-        with written.file(to, _specforge_name(sample.row)) as sink:
-            torch.save(content, sink)
-    return written
+
+    return _save_each(to, samples, _specforge_name, content)
 
 
 def write_specforge_dflash(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
     """The same for DFlash and DSpark: ``hidden_states`` [T, L * D], and ``target_last_hidden_states`` [T, D] post-norm."""
-    import torch
 
-    written = Written()
-    for sample in samples:
-        content = {
+    def content(sample: Sample) -> dict[str, Any]:
+        return {
             "input_ids": sample.input_ids,
             "loss_mask": sample.loss_mask.long(),
             "hidden_states": sample.joined,
             "target_last_hidden_states": sample.last,
         }
-        with written.file(to, _specforge_name(sample.row)) as sink:
-            torch.save(content, sink)
-    return written
+
+    return _save_each(to, samples, _specforge_name, content)
 
 
 def _specforge_name(row: int) -> str:
@@ -269,11 +273,9 @@ def _specforge_name(row: int) -> str:
 def write_modelopt(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
     """``00000012.pt``: ``hidden_states`` [T, D] post-norm, ``aux_hidden_states`` [T, L * D], ``input_ids`` and ``loss_mask``
     int64, ``conversation_id``."""
-    import torch
 
-    written = Written()
-    for sample in samples:
-        content = {
+    def content(sample: Sample) -> dict[str, Any]:
+        return {
             "input_ids": sample.input_ids,
             "loss_mask": sample.loss_mask.long(),
             "hidden_states": sample.last,
@@ -281,9 +283,8 @@ def write_modelopt(to: Store, _shard: int, samples: Iterable[Sample], _selection
             "hidden_states_prenorm": False,
             "conversation_id": sample.prompt_id,
         }
-        with written.file(to, f"{sample.row:08d}.pt") as sink:
-            torch.save(content, sink)
-    return written
+
+    return _save_each(to, samples, lambda row: f"{row:08d}.pt", content)
 
 
 def write_sae_lens(to: Store, shard: int, samples: Iterable[Sample], selection: Selection) -> Written:
