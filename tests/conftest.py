@@ -102,6 +102,17 @@ def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads wait for each other longer than the small models compute."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_sglang(tiny_llama: Path) -> "Iterator[CaptureEngine]":
     """SGLang on the tiny Llama, every layer in float32; started once, as that takes most of a minute."""

@@ -7,7 +7,6 @@ import inspect
 import json
 import struct
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,18 +24,11 @@ from hsray.targets import TARGETS
 from pipelines.export import main, make_parser
 from tests.datasets import make_dataset
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = [9, 3, 30, 7, 12, 28, 12, 7, 20, 5, 17]
 AUX = [1, 2, 4]
 HIDDEN_SIZE = 128
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads wait for each other longer than these small models compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ Shapes: T tokens of a prompt, D hidden size.
 import inspect
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,17 +26,10 @@ from pipelines.verify import main, make_parser
 from tests.datasets import States, make_dataset, rewrite
 from tests.reference import hugging_face_states, load_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = [9, 3, 30, 7, 12, 28, 12, 7, 20, 5, 17]
 LAYERS = ["embed", 1, 2, 4, 5, "final"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads wait for each other longer than these small models compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
