@@ -13,7 +13,7 @@ demo: $(INSTALLED)
 	$(RUN) pipelines/demo.py
 
 test: $(INSTALLED)
-	$(RUN) -m pytest tests
+	$(RUN) -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
 
 # Trainers' packages pin older versions of what is installed; they get an environment that sees the project's own.
 interop: $(INSTALLED)

@@ -382,7 +382,7 @@ def _cpu_args(options: EngineOptions) -> dict[str, Any]:
         "device": "cpu",
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
-        "mem_fraction_static": 0.2,
+        "mem_fraction_static": 0.7,  # what others take while the model loads is counted as its own
         "sleep_on_idle": True,  # an idle scheduler would spin on a core that other work needs
         "max_running_requests": max(16, options.requests_in_flight),
     }

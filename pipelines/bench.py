@@ -12,6 +12,7 @@ Engine start is not counted; each engine first runs a few prompts that are not t
     python pipelines/bench.py --model config/ --load-format dummy --lengths 512 2048 8192 mix --layers 1 17 32 -1
     python pipelines/bench.py --model config/ --load-format dummy --lengths mix --requests-in-flight 64 --layers 1 17 32 -1
 
+With --by-turns, plain and capture are measured against each other on a machine that is slower at one time than another.
 With --requests-in-flight, the loops hand over many prompts at once. Of a build it also prints how fast each stage went
 while it was at work, and which one all others waited for.
 """
@@ -109,18 +110,22 @@ def read_conversations(path: Path, arguments: argparse.Namespace) -> Workload:
     return prompts
 
 
-def timed(run: Callable[[Workload], None], prompts: Workload, arguments: argparse.Namespace) -> Measured:
-    """Runs prompts, one or many at once, until the limit."""
-    for some in at_once(prompts[:WARM_UP_PROMPTS], arguments.requests_in_flight):
-        run(some)
-    started, num_tokens, done = time.monotonic(), 0, 0
-    for some in at_once(prompts, arguments.requests_in_flight):
-        run(some)
+def timed(runs: "list[Callable[[Workload], None]]", prompts: Workload, arguments: argparse.Namespace) -> list[Measured]:
+    """Gives the same prompts, one or many at once, to each of `runs` by turns, until the limit."""
+    for run in runs:
+        for some in at_once(prompts[:WARM_UP_PROMPTS], arguments.requests_in_flight):
+            run(some)
+    seconds, num_tokens, done = [0.0] * len(runs), 0, 0
+    for turn, some in enumerate(at_once(prompts, arguments.requests_in_flight)):
+        for index in sorted(range(len(runs)), reverse=turn % 2 == 1):
+            started = time.monotonic()
+            runs[index](some)
+            seconds[index] += time.monotonic() - started
         done, num_tokens = done + len(some), num_tokens + sum(map(len, some))
-        if time.monotonic() - started > arguments.seconds:
+        if max(seconds) > arguments.seconds:
             break
-    seconds = time.monotonic() - started
-    return Measured(prompts=done, tokens=num_tokens, seconds=seconds, gpu_mb=gpu_memory_mb())
+    gpu_mb = gpu_memory_mb() if len(runs) == 1 else None
+    return [Measured(prompts=done, tokens=num_tokens, seconds=taken_s, gpu_mb=gpu_mb) for taken_s in seconds]
 
 
 def gpu_memory_mb() -> int | None:
@@ -188,6 +193,7 @@ def measure_build(workload: Workload, options: EngineOptions, arguments: argpars
             prefill_tokens=options.prefill_tokens,
             shard_bytes=arguments.shard_bytes,
             compression=arguments.compression,
+            sort=arguments.sort,
         )
         print(report, file=sys.stderr)
     return Measured(
@@ -199,10 +205,10 @@ def measure_build(workload: Workload, options: EngineOptions, arguments: argpars
     )
 
 
-def measure(road: str, workloads: dict[str, Workload], options: EngineOptions, arguments: Any) -> list[Figure]:
-    """Every workload through one road, in one engine where the road is one."""
-    if road == "build":
-        results = {name: measure_build(prompts, options, arguments) for name, prompts in workloads.items()}
+def measure(roads: list[str], workloads: dict[str, Workload], options: EngineOptions, arguments: Any) -> list[Figure]:
+    """Every workload through each of `roads`, whose engines, where there are several, are open together."""
+    if roads == ["build"]:
+        results = {name: [measure_build(prompts, options, arguments)] for name, prompts in workloads.items()}
     else:
         makers = {
             "plain": lambda: sglang_road(options, lists=False),
@@ -210,11 +216,23 @@ def measure(road: str, workloads: dict[str, Workload], options: EngineOptions, a
             "capture": lambda: capture_road("sglang", options),
             "transformers": lambda: capture_road("transformers", transformers_options(options)),
         }
-        opened = makers[road]()
-        run = next(opened)
-        results = {name: timed(run, prompts, arguments) for name, prompts in workloads.items()}
-        opened.close()
-    return [Figure(road=road, workload=name, measured=measured) for name, measured in results.items()]
+        opened = [makers[road]() for road in roads]
+        runs = [next(road) for road in opened]
+        results = {name: timed(runs, prompts, arguments) for name, prompts in workloads.items()}
+        for road in opened:
+            road.close()
+    return [
+        Figure(road=road, workload=name, measured=measured)
+        for name, every in results.items()
+        for road, measured in zip(roads, every, strict=True)
+    ]
+
+
+def measured_together(arguments: argparse.Namespace) -> list[list[str]]:
+    """The roads asked for, in groups of one; with --by-turns, plain and capture are a group."""
+    turns = [road for road in arguments.roads if arguments.by_turns and road in ("plain", "capture")]
+    alone = [[road] for road in arguments.roads if road not in turns]
+    return [turns, *alone] if turns else alone
 
 
 def transformers_options(options: EngineOptions) -> EngineOptions:
@@ -283,6 +301,13 @@ def main() -> int:
     add("--requests-in-flight", type=int, default=1, help="as for build.py (default: 1)")
     add("--prefill-tokens", type=int, default=16_384, help="as for build.py (default: 16384)")
     add("--compression", default="none", help="as for build.py (default: none)")
+    add("--sort", default="input", choices=["input", "length"], help="of a build, as for build.py (default: input)")
+    add(
+        "--by-turns",
+        action="store_true",
+        help="plain and capture get each prompt in turn, in two engines at once, so that what else the machine does slows "
+        "both; it must hold the model twice",
+    )
     add("--engines", type=int, help="of a build (default: as for build.py)")
     add("--shard-bytes", type=parse_bytes, default=256 << 20, metavar="BYTES", help="as for build.py")
     add("--folder", type=Path, help="where build writes, in a temporary folder (default: the system's)")
@@ -308,9 +333,10 @@ def main() -> int:
     )
     asyncio.set_event_loop(asyncio.new_event_loop())
     figures = []
-    for road in arguments.roads:
-        figures += measure(road, workloads, options, arguments)
-        print(*figures[-len(workloads) :], sep="\n", file=sys.stderr)
+    for roads in measured_together(arguments):
+        measured = measure(roads, workloads, options, arguments)
+        print(*measured, sep="\n", file=sys.stderr)
+        figures += measured
         if arguments.json:
             rows = [asdict(figure) | {"tokens_per_s": figure.measured.tokens_per_s} for figure in figures]
             arguments.json.write_text(json.dumps({"environment": environment(), "figures": rows}, indent=1) + "\n")

@@ -1,6 +1,9 @@
 """What several test files need: models, a tokenizer, one Ray."""
 
 import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +26,27 @@ hypothesis.settings.register_profile("hsray", deadline=None)
 hypothesis.settings.load_profile("hsray")
 
 
+#: The test files that take longest; the processes that share the tests begin with them, so as to end together.
+LONGEST_FILES = ["test_engines.py", "test_resume.py", "test_build.py"]
+
+
+def pytest_configure() -> None:
+    # A Ray that finds another in its folder joins it, and would end with it.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-")
+
+
+def pytest_unconfigure() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST_FILES.index(item.path.name) if item.path.name in LONGEST_FILES else 9)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=3, help="how often the resume test kills its build (default: 3)")
+    parser.addoption("--kills", type=int, default=2, help="how often the resume test kills its build (default: 2)")
     parser.addoption(
         "--broken-builds", type=int, default=3, help="datasets published to S3 through a broken network (default: 3)"
     )

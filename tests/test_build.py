@@ -1,236 +1,16 @@
-"""A build, through Ray, gives each prompt its own states; a killed one, started again, ends as if never killed."""
+"""A build, through Ray, takes what is right and says what is wrong in one clear error."""
 
 import json
 import os
-import random
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
-import ray
-import torch
 
-import hsray
 from hsray.engine import EngineDied
-from hsray.manifest import load_manifest
-from hsray.store import Store
-
-ROOT = Path(__file__).parent.parent
-LAYERS = ["embed", 0, 3, 5, "final"]
-
-
-def unique_prompts(count: int, longest: int, seed: int = 0, vocab_size: int = 1000) -> list[dict]:
-    """Prompts of 1 to `longest` tokens, each length and each content its own."""
-    chosen = random.Random(seed)
-    lengths = [1, 2, longest, *(chosen.randint(1, longest) for _ in range(count - 3))]
-    return [
-        {"id": f"p{number}", "input_ids": [chosen.randrange(vocab_size) for _ in range(num_tokens)]}
-        for number, num_tokens in enumerate(lengths)
-    ]
-
-
-def write_jsonl(path: Path, rows: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def files_of(out: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
-
-
-def test_each_of_200_prompts_gets_the_states_it_has_alone(ray_session, tiny_llama, tiny_sglang, tmp_path):
-    rows = unique_prompts(200, longest=700)
-    out = tmp_path / "out"
-    report = hsray.build(
-        rows, model=str(tiny_llama), layers=LAYERS, out=out, dtype="float32", shard_bytes=8 << 20, progress=False
-    )
-    assert (report.prompts, report.new_shards) == (200, report.shards)
-    assert report.shards > 20
-    dataset = hsray.read(out)
-    assert [dataset[i]["prompt_id"] for i in range(200)] == [row["id"] for row in rows]
-    for index, row in enumerate(rows):
-        prompt, alone = dataset[index], tiny_sglang.capture_alone(row["input_ids"])
-        assert prompt["input_ids"].tolist() == row["input_ids"]
-        for layer, hidden_TD in prompt["hidden_states"].items():
-            assert torch.equal(hidden_TD, alone[layer]), f"{row['id']}, layer {layer}"
-
-
-@pytest.fixture
-def resumable(tiny_llama, tmp_path, ray_session, request):
-    """A build to kill: its command for an `out`, and the files of an undisturbed run."""
-    dataset = write_jsonl(tmp_path / "prompts.jsonl", unique_prompts(300, longest=700, seed=1))
-
-    def command(out: Path) -> list[str]:
-        script = [
-            sys.executable,
-            str(ROOT / "pipelines/build.py"),
-            "--engine",
-            request.config.getoption("resume_engine"),
-        ]
-        what = ["--model", str(tiny_llama), "--dataset", str(dataset), "--layers", *map(str, LAYERS)]
-        return [*script, *what, "--out", str(out), "--shard-bytes", "4MiB", "--no-progress"]
-
-    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    started = time.monotonic()
-    subprocess.run(command(tmp_path / "whole"), env=environment, check=True)
-    return command, environment, files_of(tmp_path / "whole"), time.monotonic() - started
-
-
-@pytest.mark.timeout(1800)  # six builds at the least, each of which starts an engine
-def test_a_build_killed_again_and_again_equals_an_undisturbed_one_and_makes_no_shard_twice(
-    resumable, tmp_path, request
-):
-    command, environment, whole, duration_s = resumable
-    out, chosen, published, kills = tmp_path / "killed", random.Random(7), {}, []
-    num_shards = sum(name.startswith("shards/") for name in whole)
-    for left in range(request.config.getoption("kills"), 0, -1):
-        driver = subprocess.Popen(command(out), env=environment)
-        # By turns within the capture, after some of its shards, and at any moment up to that.
-        some = len(published) + chosen.randint(1, max(1, 2 * (num_shards - len(published)) // (left + 2)))
-        timeout_s = chosen.uniform(0.05, 1.0) * duration_s if left % 2 else 10 * duration_s
-        wait_for(driver, out, some, timeout_s)
-        assert driver.poll() is None, f"it ended before it was killed: exit status {driver.returncode}"
-        driver.send_signal(signal.SIGKILL)
-        driver.wait()
-        # A file that is written again gets another inode, even with the same bytes.
-        inodes = {path.name: path.stat().st_ino for path in out.glob("shards/[0-9]*")}
-        assert inodes.items() >= published.items(), "a published shard was written again"
-        published = inodes
-        kills.append(len(published))
-    driver = subprocess.Popen(command(out), env=environment, stderr=subprocess.PIPE, text=True)
-    wait_for(driver, out, len(published) + 1, 10 * duration_s)
-    driver.send_signal(signal.SIGINT)
-    assert driver.communicate()[1].splitlines()[-1] == "interrupted: saying the same again resumes the build"
-    assert driver.returncode == 130
-    subprocess.run(command(out), env=environment, check=True)
-    assert {path.name: path.stat().st_ino for path in out.glob("shards/*")}.items() >= published.items()
-    assert files_of(out) == whole
-    assert any(0 < kill < num_shards for kill in kills), "no kill fell inside the capture"
-    print(f"shards published at each kill, of {num_shards}: {kills}")
-
-
-def wait_for(driver: subprocess.Popen, out: Path, shards: int, timeout_s: float) -> None:
-    """Until a build has ended, has published so many shards, or the time is over."""
-    ends = time.monotonic() + timeout_s
-    while driver.poll() is None and sum(1 for _ in out.glob("shards/[0-9]*")) < shards and time.monotonic() < ends:
-        time.sleep(0.01)
-
-
-@contextmanager
-def actors_killed(times: int) -> Iterator[list[int]]:
-    """SIGKILLs the engine actor of a running build, as soon as it is seen, so many times; gives their process ids."""
-    killed: list[int] = []
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.05) and len(killed) < times:
-            for process in psutil.process_iter(["cmdline"]):
-                if "CaptureWorker" in " ".join(process.info["cmdline"] or ()) and process.pid not in killed:
-                    process.kill()
-                    killed.append(process.pid)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield killed
-    finally:
-        ended.set()
-        watcher.join()
-
-
-def test_an_engine_actor_that_is_killed_is_replaced(ray_session, tiny_llama, tmp_path):
-    rows = unique_prompts(20, longest=50)
-    with actors_killed(1) as killed:
-        report = build_tiny(tiny_llama, rows, tmp_path / "out", shard_bytes=1 << 16)
-    assert len(killed) == 1
-    assert report.new_shards == report.shards > 3
-    build_tiny(tiny_llama, rows, tmp_path / "undisturbed", shard_bytes=1 << 16)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "undisturbed")
-
-
-def test_an_engine_actor_that_always_dies_ends_the_build(ray_session, tiny_llama, tmp_path):
-    with actors_killed(20) as killed, pytest.raises(EngineDied, match=r"an engine's process died again and again"):
-        build_tiny(tiny_llama, unique_prompts(20, longest=50), tmp_path / "out")
-    assert 3 <= len(killed) <= 4  # Ray also replaces an actor that dies before its first task
-
-
-def test_a_shard_of_another_dataset_or_a_damaged_one_is_refused_and_restored_once_removed(tiny_llama, out, tmp_path):
-    rows = FINISHED_ROWS
-    build_tiny(tiny_llama, unique_prompts(5, longest=50, seed=1), tmp_path / "other")
-    build_tiny(tiny_llama, rows, tmp_path / "other layer", layers=[1])
-    whole, shard = files_of(out), out / "shards/000000.parquet"
-    shard.write_bytes(bytes(len(whole["shards/000000.parquet"])))
-    with pytest.raises(ValueError, match="is damaged"):  # complete, and every file of its size
-        build_tiny(tiny_llama, rows, out)
-    manifest = load_manifest(Store(out))
-    manifest.reopened().save(Store(out))
-    bad = [
-        ("is not of this dataset: its identity_digest", files_of(tmp_path / "other")["shards/000000.parquet"]),
-        ("is not of this dataset: its identity_digest", files_of(tmp_path / "other layer")["shards/000000.parquet"]),
-        ("is damaged", whole["shards/000000.parquet"][:-100]),
-    ]
-    for message, content in bad:
-        shard.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"shards/000000\.parquet {message}.*remove it, and build again"):
-            build_tiny(tiny_llama, rows, out)
-        with pytest.raises(ValueError, match=message):
-            hsray.read(out)[0]
-    shard.unlink()
-    build_tiny(tiny_llama, rows, out)
-    assert files_of(out) == whole
-
-
-@pytest.fixture(scope="module")
-def finished(ray_session, tiny_llama, tmp_path_factory) -> Path:
-    """A finished dataset of `FINISHED_ROWS`, one shard; for tests that change a copy."""
-    out = tmp_path_factory.mktemp("finished") / "out"
-    assert build_tiny(tiny_llama, FINISHED_ROWS, out).new_shards == 1
-    return out
-
-
-FINISHED_ROWS = unique_prompts(5, longest=50)
-
-
-@pytest.fixture
-def out(finished, tmp_path) -> Path:
-    """A copy of the finished dataset."""
-    return shutil.copytree(finished, tmp_path / "out")
-
-
-def test_a_finished_dataset_opens_no_engine(tiny_llama, out):
-    whole = files_of(out)
-    again = build_tiny(tiny_llama, FINISHED_ROWS, out)
-    assert (again.new_shards, again.nbytes) == (0, len(whole["shards/000000.parquet"]))
-    assert "no engine was opened" in str(again)
-    assert files_of(out) == whole
-
-
-CHANGES = [
-    ({"layers": [1]}, "layers: the dataset has (0,), this build asks for (1,)"),
-    ({"dtype": "bfloat16"}, "dtype: the dataset has 'float32', this build asks for 'bfloat16'"),
-    ({"dataset": FINISHED_ROWS[:4]}, "prompts_digest: the dataset has"),
-    ({"shard_bytes": 1 << 20}, "shard_bytes: the dataset has"),
-    ({"max_tokens": 100}, "max_tokens: the dataset has 1024, this build asks for 100"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), CHANGES)
-def test_resuming_with_something_else_shows_both_sides(tiny_llama, out, change, message):
-    before = files_of(out)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        build_tiny(tiny_llama, **({"dataset": FINISHED_ROWS, "out": out} | change))
-    assert files_of(out) == before
-
+from tests.builds import build_tiny, files_of, unique_prompts, write_jsonl
 
 BAD_ROWS = [
     ('{"input_ids": [1, 2]}\n{"input_ids": [1,\n', "prompts.jsonl:2: not JSON"),
@@ -249,11 +29,6 @@ def test_a_bad_row_is_named_and_nothing_is_left(ray_session, tiny_llama, tmp_pat
     with pytest.raises(ValueError, match=re.escape(message)):
         build_tiny(tiny_llama, path, tmp_path / "out")
     assert files_of(tmp_path / "out") == {}
-
-
-def build_tiny(tiny: Path, dataset: Path | list, out: Path | str, **changes: object) -> "hsray.pipeline.BuildReport":
-    asked = {"model": str(tiny), "layers": [0], "out": out, "engine": "transformers", "progress": False}
-    return hsray.build(dataset, **(asked | changes))
 
 
 @pytest.mark.parametrize(
@@ -291,22 +66,6 @@ def test_a_folder_that_holds_something_else_is_left_alone(ray_session, tiny_llam
     assert files_of(tmp_path / "out") == {"thesis.tex": b"do not lose"}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("plan/000000.parquet", "000000.parquet is changed"), ("manifest.json", "manifest.json is damaged")],
-)
-def test_a_corrupted_plan_or_manifest_is_refused_before_any_shard(tiny_llama, out, name, message):
-    (out / "shards/000000.parquet").unlink()
-    manifest = load_manifest(Store(out))
-    broken = bytearray((out / name).read_bytes())
-    broken[len(broken) // 2] ^= 0xFF
-    (out / name).write_bytes(broken)
-    with pytest.raises(ValueError, match=message):
-        build_tiny(tiny_llama, FINISHED_ROWS, out)
-    assert list((out / "shards").iterdir()) == []
-    assert manifest.state == "complete"
-
-
 def test_prompts_dropped_by_policy_are_counted_and_listed(ray_session, tiny_llama, tmp_path):
     import pyarrow.parquet as pq
 
@@ -317,23 +76,6 @@ def test_prompts_dropped_by_policy_are_counted_and_listed(ray_session, tiny_llam
     assert listed == [
         {"source": "dataset[1]", "prompt_id": "long", "num_tokens": 50, "reason": "50 tokens, over max_tokens=10"}
     ]
-
-
-def test_a_sorted_and_truncated_build_is_resumed_as_it_was(ray_session, tiny_llama, tmp_path):
-    rows = unique_prompts(30, longest=60)
-    asked = {"sort": "length", "max_tokens": 50, "too_long": "truncate", "shard_bytes": 1 << 14, "duplicates": "drop"}
-    asked |= {"dataset": [*rows, {"input_ids": rows[0]["input_ids"]}], "out": tmp_path / "out"}
-    first = build_tiny(tiny_llama, **asked)
-    num_long = sum(len(row["input_ids"]) > 50 for row in rows)
-    assert (first.prompts, first.dropped, first.truncated) == (30, 1, num_long)
-    lengths = [len(hsray.read(asked["out"])[index]["input_ids"]) for index in range(30)]
-    assert lengths == sorted((min(50, len(row["input_ids"])) for row in rows), reverse=True)
-    (tmp_path / "out/shards/000000.parquet").unlink()
-    assert build_tiny(tiny_llama, **asked).new_shards == 1
-    with pytest.raises(ValueError, match="sort: the dataset has 'length', this build asks for 'input'"):
-        build_tiny(tiny_llama, **(asked | {"sort": "input"}))
-    with pytest.raises(ValueError, match="prompts_digest: the dataset has"):
-        build_tiny(tiny_llama, **(asked | {"dataset": asked["dataset"][::-1]}))
 
 
 def test_a_cluster_with_gpus_runs_an_engine_on_each(tiny_llama, tmp_path):

@@ -10,9 +10,11 @@ import psutil
 import pytest
 import torch
 
+import hsray
 from hsray.engine import CaptureEngine, EngineDied, open_engine
 from hsray.engine_sglang import OWN_ARGS, SAFE_ARGS
 from hsray.layers import Layer, resolve_layers
+from tests.builds import unique_prompts
 from tests.reference import MAX_TOKENS, counted_calls, hugging_face_states, options_for, relative_error
 
 #: Where both compute in float32, rounding may differ by the order of sums and no more.
@@ -124,6 +126,29 @@ class TestContract:
                 buffer.release()
 
         assert calls(MAX_TOKENS) == calls(1)
+
+
+def test_each_of_200_prompts_of_a_build_gets_the_states_it_has_alone(ray_session, tiny_llama, tiny_sglang, tmp_path):
+    rows = unique_prompts(200, longest=700)
+    out = tmp_path / "out"
+    report = hsray.build(
+        rows,
+        model=str(tiny_llama),
+        layers=["embed", 0, 3, 5, "final"],
+        out=out,
+        dtype="float32",
+        shard_bytes=8 << 20,
+        progress=False,
+    )
+    assert (report.prompts, report.new_shards) == (200, report.shards)
+    assert report.shards > 20
+    dataset = hsray.read(out)
+    assert [dataset[i]["prompt_id"] for i in range(200)] == [row["id"] for row in rows]
+    for index, row in enumerate(rows):
+        prompt, alone = dataset[index], tiny_sglang.capture_alone(row["input_ids"])
+        assert prompt["input_ids"].tolist() == row["input_ids"]
+        for layer, hidden_TD in prompt["hidden_states"].items():
+            assert torch.equal(hidden_TD, alone[layer]), f"{row['id']}, layer {layer}"
 
 
 def test_prompts_that_share_a_pass_get_the_states_they_have_alone_and_one_that_hangs_is_given_up(

@@ -9,9 +9,9 @@ import pytest
 import hsray
 from hsray.audit import check
 from hsray.store import Store
+from tests.builds import build_tiny, unique_prompts
 from tests.s3 import KEY, SECRET, FaultProxy, options_for, s3_server
 from tests.synthetic import LENGTHS, assert_same, make_prompts, write_dataset
-from tests.test_build import build_tiny, unique_prompts
 
 
 @pytest.fixture(scope="module")
