@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -91,16 +91,17 @@ def wait_for(driver: subprocess.Popen, out: Path, shards: int, timeout_s: float)
 
 @contextmanager
 def actors_killed(times: int) -> Iterator[list[int]]:
-    """SIGKILLs the engine actor of a running build, as soon as it is seen, so many times; gives their process ids."""
+    """SIGKILLs an engine actor of this process's Ray, as soon as it is seen, so many times; gives their process ids."""
     killed: list[int] = []
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.05) and len(killed) < times:
-            for process in psutil.process_iter(["cmdline"]):
-                if "CaptureWorker" in " ".join(process.info["cmdline"] or ()) and process.pid not in killed:
-                    process.kill()
-                    killed.append(process.pid)
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if "CaptureWorker" in " ".join(process.cmdline()) and process.pid not in killed:
+                        process.kill()
+                        killed.append(process.pid)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
