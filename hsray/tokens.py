@@ -129,10 +129,10 @@ def _mask_by_bytes(num_bytes_T: np.ndarray, text: str, spans: Iterable[Span]) ->
     ends_T, is_ascii = num_bytes_T.cumsum(), text.isascii()
     if not len(ends_T) or ends_T[-1] != (len(text) if is_ascii else len(text.encode())):
         return None
-    loss_mask = np.zeros(len(ends_T), bool)
+    starts_T, loss_mask = ends_T - num_bytes_T, np.zeros(len(ends_T), bool)
     for span in spans:
         start, stop = span if is_ascii else (len(text[:at].encode()) for at in span)
-        loss_mask[ends_T.searchsorted(start, "right") : ends_T.searchsorted(stop, "left") + 1] = True
+        loss_mask[ends_T.searchsorted(start, "right") : starts_T.searchsorted(stop, "left")] = True
     return loss_mask
 
 
