@@ -1,31 +1,26 @@
-"""Conversations to text with what of it is trained on, and such text to `(input_ids, loss_mask)`.
+"""Conversations to text, with what of it is trained on.
 
 A template with ``{% generation %}`` tags says itself what the assistant wrote, and is taken at its word. With any other,
 an assistant turn is what stands between the render up to it, with the generation prompt, and the render through it (the
 render-boundary method). Both must be prefixes of the whole conversation's text: a template that rewrites history (drops
 earlier reasoning, moves the system prompt) breaks that, and the conversation is then refused or split, never masked
 wrongly. Nothing of a trained turn may be left out by the template: its reasoning, its tool calls, the tools on offer.
-
-Shapes: T tokens of a prompt.
 """
 
 import functools
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
+from hsray.strict_json import load_json
+from hsray.tokens import Rendered, Span, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-
-#: In characters: where something starts and stops.
-Span = tuple[int, int]
 
 #: A template's own word for what the assistant wrote, as Transformers compiles it.
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -49,19 +44,6 @@ class ChatOptions:
     rewritten_history: Literal["error", "split"]
     """Of a conversation whose earlier turns the template renders otherwise once later ones follow: an error, or one prompt
     for each assistant message that is trained on, which ends with it and trains it alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendered:
-    """A text to tokenise."""
-
-    text: str
-    spans: tuple[Span, ...] | None
-    """What is trained on, ascending; None for every token, the tokenizer's own too."""
-    add_special_tokens: bool
-    """Whether the tokenizer adds its own; a chat template writes them itself, BOS too."""
-    turn: int | None = None
-    """The message that it ends with, where its conversation was split."""
 
 
 class _RewrittenHistory(ValueError):
@@ -113,38 +95,6 @@ def render_chat(
     return pieces
 
 
-def tokenize(
-    tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]
-) -> list[tuple[list[int], list[bool]] | ValueError]:
-    """Tokenises texts together: for each its ids and, of the same length, its mask, or why there is none.
-
-    A token is trained on if any character of it is. BOS is never doubled: where a text that the tokenizer gives one begins
-    with it already, one stays.
-    """
-    results: dict[int, tuple[list[int], list[bool]] | ValueError] = {}
-    for add_special_tokens in (False, True):
-        chosen = [at for at, item in enumerate(rendered) if item.add_special_tokens == add_special_tokens]
-        if not chosen:
-            continue
-        texts = [rendered[at].text for at in chosen]
-        encoded = tokenizer(texts, add_special_tokens=add_special_tokens, return_offsets_mapping=tokenizer.is_fast)
-        for place, at in enumerate(chosen):
-            input_ids = encoded["input_ids"][place]
-            try:
-                if rendered[at].spans is None:
-                    loss_mask = [True] * len(input_ids)
-                elif tokenizer.is_fast:
-                    loss_mask = _mask_by_offsets(encoded["offset_mapping"][place], rendered[at].spans)
-                else:
-                    loss_mask = _mask_by_prefixes(tokenizer, input_ids, rendered[at])
-            except ValueError as error:
-                results[at] = error
-                continue
-            drop_bos = add_special_tokens and input_ids[:2] == [tokenizer.bos_token_id] * 2
-            results[at] = (input_ids[drop_bos:], loss_mask[drop_bos:])
-    return [results[at] for at in range(len(rendered))]
-
-
 def tokenize_chat(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
@@ -157,7 +107,7 @@ def tokenize_chat(
     for result in tokenize(tokenizer, render_chat(tokenizer, messages, tools=tools, options=options)):
         if isinstance(result, ValueError):
             raise result
-        prompts.append(result)
+        prompts.append((result[0].tolist(), result[1].tolist()))
     return prompts
 
 
@@ -180,6 +130,27 @@ def check_unicode(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"not Unicode text: half a surrogate pair at character {error.start}") from None
     return text
+
+
+@functools.lru_cache(maxsize=2)
+def _renderer(tokenizer: "PreTrainedTokenizerBase") -> Callable[..., str]:
+    """What the tokenizer's `apply_chat_template` does to make text. Transformers' own would gather the special tokens anew for
+    each conversation, for a third of its time."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    if getattr(type(tokenizer), "apply_chat_template", None) is not PreTrainedTokenizerBase.apply_chat_template:
+        return functools.partial(tokenizer.apply_chat_template, tokenize=False)
+    special_tokens = tokenizer.special_tokens_map
+
+    def render(messages: list[Message], *, tools: list[dict[str, Any]] | None, **keywords: Any) -> str:
+        template = tokenizer.get_chat_template(tools=tools)
+        [text], _ = render_jinja_template(
+            [messages], tools=tools, chat_template=template, **{**special_tokens, **keywords}
+        )
+        return text
+
+    return render
 
 
 @functools.lru_cache(maxsize=8)
@@ -219,10 +190,9 @@ class _Chat:
 
     def _render(self, num_messages: int, *, generation_prompt: bool) -> str:
         try:
-            text = self.tokenizer.apply_chat_template(
+            text = _renderer(self.tokenizer)(
                 self.messages[:num_messages],
                 tools=self.tools,
-                tokenize=False,
                 add_generation_prompt=generation_prompt,
                 **self.options.template_kwargs,
             )
@@ -369,8 +339,8 @@ def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
-            except json.JSONDecodeError as error:
+                arguments = load_json(arguments)
+            except ValueError as error:
                 raise ValueError(
                     f"{place}: the arguments of its call of {function['name']!r} are not JSON: {error}"
                 ) from None
@@ -384,36 +354,11 @@ def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
 def _parsed_tools(tools: Any) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
+            tools = load_json(tools)
+        except ValueError as error:
             raise ValueError(f"'tools' is a text but not JSON: {error}") from None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError("'tools' must be a list of JSON schemas")
     return tools
-
-
-def _mask_by_offsets(offsets: Sequence[Span], spans: Iterable[Span]) -> list[bool]:
-    bounds_T2 = np.asarray(offsets, np.int64).reshape(-1, 2)
-    mask_T = np.zeros(len(bounds_T2), bool)
-    for start, stop in spans:
-        mask_T |= (bounds_T2[:, 0] < stop) & (bounds_T2[:, 1] > start)
-    return mask_T.tolist()
-
-
-def _mask_by_prefixes(tokenizer: "PreTrainedTokenizerBase", input_ids: list[int], rendered: Rendered) -> list[bool]:
-    """The mask of a tokenizer that cannot say which characters a token covers: boundaries must be token boundaries."""
-    loss_mask = [False] * len(input_ids)
-    for span in rendered.spans:
-        parts = [
-            tokenizer(rendered.text[:end], add_special_tokens=rendered.add_special_tokens)["input_ids"] for end in span
-        ]
-        if any(input_ids[: len(part)] != part for part in parts):
-            raise ValueError(
-                f"a token runs across the boundary of what is trained on, characters {span[0]}..{span[1]}, and this "
-                "tokenizer cannot say which; give 'input_ids' with 'loss_mask'"
-            )
-        start, stop = map(len, parts)
-        loss_mask[start:stop] = [True] * (stop - start)
-    return loss_mask

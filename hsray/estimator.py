@@ -28,7 +28,7 @@ TOKEN_BYTES = 4.14
 #: of 1 to 200 prompts and 1 to 4 layers, each within 7 %.
 ROW_BYTES, GROUP_BYTES, FILE_BYTES = (37.4, 3.7), (760, 126), (1442, 227)
 
-#: Stored bytes over raw ones under zstd:1.
+#: Stored bytes over raw ones under zstd, at most: 0.79 for states that look like noise, real ones came to 0.72.
 ZSTD_RATIO = {"bfloat16": 0.79}
 
 

@@ -257,10 +257,8 @@ class _PlanWriter:
         shapes = pc.unique(block["shape"]).drop_null().to_pylist()
         if block["error"].null_count == len(block) and len({*shapes, *(self._shape or ())[:1]}) <= 1 and self._shape:
             return
-        for place, (shape, error) in enumerate(
-            zip(block["shape"].to_pylist(), block["error"].to_pylist(), strict=True)
-        ):
-            source = self._sources.name(self._sources.first_of_last + place)
+        columns = self._sources.last(), block["shape"], block["error"]
+        for source, shape, error in zip(*(column.to_pylist() for column in columns), strict=True):
             if error:
                 raise PromptError(f"{source}: {error}")
             if self._shape is None:

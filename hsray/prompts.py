@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from hsray.chat import ChatOptions, Rendered, tokenize
+from hsray.chat import ChatOptions
 from hsray.model import load_tokenizer
 from hsray.shapes import GivenTokens, find_shape, own_id, read_row
 from hsray.sources import BATCH_ROWS
+from hsray.strict_json import load_json
+from hsray.tokens import Rendered, tokenize
 
 if TYPE_CHECKING:
     import ray.data
@@ -74,8 +77,10 @@ class _Prompt:
     shape: str | None = None
     prompt_id: str | None = None
     content_digest: bytes | None = None
-    input_ids: list[int] | None = None
-    loss_mask: list[bool] | None = None
+    input_ids: np.ndarray | None = None
+    """int32 [T]."""
+    loss_mask: np.ndarray | None = None
+    """bool [T]."""
     error: str | None = None
     dropped: str | None = None
     truncated: bool = False
@@ -132,10 +137,10 @@ def _row_digest(text: str) -> bytes:
 
 def _add_sort_column(batch: pa.Table) -> pa.Table:
     """A text whose order is that of the prompts: total, and a function of the prompts alone, not of how they arrived."""
-    columns = batch.select(["input_ids", "prompt_id", "source"]).to_pydict().values()
+    columns = pc.list_value_length(batch["input_ids"]), batch["prompt_id"], batch["source"]
     keys = [
-        f"1{2**31 - len(input_ids):010d}{prompt_id}" if input_ids is not None else f"0{source}"
-        for input_ids, prompt_id, source in zip(*columns, strict=True)
+        f"1{2**31 - num_tokens:010d}{prompt_id}" if num_tokens is not None else f"0{source}"
+        for num_tokens, prompt_id, source in zip(*(column.to_pylist() for column in columns), strict=True)
     ]
     return batch.append_column(SORT_COLUMN, pa.array(keys, pa.string()))
 
@@ -172,8 +177,23 @@ def tokenize_batch(batch: pa.Table, *, options: PromptOptions) -> pa.Table:
     for prompt in prompts:
         if prompt.error is None:
             _finish(prompt, options)
+    columns = ([getattr(prompt, name) for prompt in prompts] for name in PROMPTS_SCHEMA.names)
     return pa.table(
-        [[getattr(prompt, name) for prompt in prompts] for name in PROMPTS_SCHEMA.names], schema=PROMPTS_SCHEMA
+        [
+            _list_array(values, field.type.value_type) if pa.types.is_list(field.type) else values
+            for field, values in zip(PROMPTS_SCHEMA, columns, strict=True)
+        ],
+        schema=PROMPTS_SCHEMA,
+    )
+
+
+def _list_array(values: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.ListArray:
+    """Arrays as one column of lists, without an object for each number; None is null."""
+    parts = [np.empty(0) if value is None else value for value in values]
+    offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+    flat = np.concatenate([part for part in parts if len(part)] or [np.empty(0, kind.to_pandas_dtype())])
+    return pa.ListArray.from_arrays(
+        pa.array(offsets), pa.array(flat, kind), mask=pa.array([value is None for value in values])
     )
 
 
@@ -182,7 +202,7 @@ def _read(
 ) -> Sequence[Rendered]:
     """The texts that a row's JSON stands for; tokens that it gives go straight into `prompt`, as does an error."""
     try:
-        row = json.loads(text)
+        row = load_json(text)
         if not isinstance(row, dict):
             raise ValueError(f"a row must be a JSON object; found {text:.80}")
         shape = find_shape(row, options.columns)
@@ -195,7 +215,8 @@ def _read(
         prompt.fail(str(error))
         return []
     if isinstance(content, GivenTokens):
-        prompt.input_ids, prompt.loss_mask = content.input_ids, content.loss_mask
+        # As objects: they may be any integers, until `_finish` has looked at them.
+        prompt.input_ids, prompt.loss_mask = np.array(content.input_ids, object), np.array(content.loss_mask, bool)
         return []
     return content
 
@@ -204,15 +225,16 @@ def _finish(prompt: _Prompt, options: PromptOptions) -> None:
     """Checks a prompt's tokens, applies the policies, and gives it its id."""
     input_ids, loss_mask = prompt.input_ids, prompt.loss_mask
     num_tokens, max_tokens = len(input_ids), options.max_tokens
-    if not input_ids:
+    if not num_tokens:
         return prompt.fail("an empty prompt: it has no tokens; remove the row")
-    if min(input_ids) < 0 or max(input_ids) >= options.vocab_size:
-        bad = next(token for token in input_ids if not 0 <= token < options.vocab_size)
+    if input_ids.min() < 0 or input_ids.max() >= options.vocab_size:
+        bad = next(token for token in input_ids.tolist() if not 0 <= token < options.vocab_size)
         return prompt.fail(
             f"token id {bad} is outside the model's vocabulary 0..{options.vocab_size - 1}; was it made with another "
             "model's tokenizer?"
         )
-    if not any(loss_mask):
+    input_ids = input_ids.astype(np.int32, copy=False)
+    if not loss_mask.any():
         if options.untrained == "error":
             return prompt.fail(
                 f"no token of it is trained on: all {num_tokens} of its loss mask are 0; pass untrained='drop' or 'keep'"
@@ -226,12 +248,12 @@ def _finish(prompt: _Prompt, options: PromptOptions) -> None:
             )
         if options.too_long == "drop":
             prompt.dropped = f"{num_tokens} tokens, over max_tokens={max_tokens}"
-        elif any(loss_mask) and not any(loss_mask[:max_tokens]):
+        elif loss_mask.any() and not loss_mask[:max_tokens].any():
             prompt.dropped = f"{num_tokens} tokens, of which none of the first max_tokens={max_tokens} is trained on"
         else:
             prompt.truncated = True
             input_ids, loss_mask = input_ids[:max_tokens], loss_mask[:max_tokens]
-    digest = hashlib.blake2b(np.asarray(input_ids, np.int32).tobytes(), digest_size=12)
-    digest.update(np.packbits(loss_mask).tobytes())
+    digest = hashlib.blake2b(input_ids, digest_size=12)
+    digest.update(np.packbits(loss_mask))
     prompt.input_ids, prompt.loss_mask, prompt.content_digest = input_ids, loss_mask, digest.digest()
     prompt.prompt_id = prompt.own_id if prompt.own_id is not None else f"#{digest.hexdigest()}"

@@ -175,7 +175,7 @@ def read_file(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[R
     try:
         with fs.open(path, "rb") as file, _decompressed(file, codec) as content:
             yield from read(path, content)
-    except (OSError, EOFError, pa.ArrowInvalid) as error:
+    except (OSError, EOFError, UnicodeDecodeError, pa.ArrowInvalid) as error:
         raise PromptError(f"{path} cannot be read: {error}; is it whole?") from error
 
 
@@ -206,6 +206,8 @@ def _rows_table(rows: Sequence[Row]) -> pa.Table:
 def _read_json(path: str, file: IO[bytes]) -> Iterator[Row]:
     """A .json file holds an object a line, or one array of them."""
     content = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)
+    if content.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
+        content.read(len(codecs.BOM_UTF8))
     while (start := content.peek(1)[:1]) and start.isspace():
         content.read(1)
     return (_read_array if start == b"[" else _read_lines)(path, content)
@@ -229,6 +231,7 @@ def _read_array(path: str, file: IO[bytes]) -> Iterator[Row]:
     while True:
         at = skip_space(text, at).end()
         if number == 0 and text[at : at + 1] == "]":
+            yield from _after_array(path, text[at + 1 :], reader)
             return
         fault = "the file ends within it"
         try:
@@ -248,11 +251,24 @@ def _read_array(path: str, file: IO[bytes]) -> Iterator[Row]:
         yield f"{path}: item {number}", text[at:end], None
         number, at = number + 1, after + 1
         if text[after] == "]":
+            yield from _after_array(path, text[after + 1 :], reader)
             return
         if text[after] != ",":
             fault = f"{text[after]!r} follows item {number - 1}, where ',' or ']' must"
             yield f"{path}: item {number}", text[after:], f"not JSON: {fault}"
             return
+
+
+def _after_array(path: str, text: str, reader: io.TextIOWrapper) -> Iterator[Row]:
+    """An error where more than spaces follows an array."""
+    while text and not text.strip():
+        text = reader.read(ARRAY_CHARS)
+    if text:
+        yield (
+            f"{path}: after the array",
+            text,
+            f"{text.strip():.40} follows it; the file must hold one array of objects",
+        )
 
 
 def _read_parquet(path: str, file: IO[bytes]) -> Iterator[Row]:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hsray.chat import Rendered, check_template_kwargs, tokenize, tokenize_chat
+from hsray.chat import check_template_kwargs, tokenize_chat
+from hsray.tokens import Rendered, tokenize
 from tests.chats import assistant, chat_options, decoded_runs, shown, system, trained_texts, user, with_template
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -367,8 +368,10 @@ def bos_tokenizer(demo_tokenizer):
 
 
 def text_tokens(tokenizer, text, **more):
-    [result] = tokenize(tokenizer, [Rendered(text=text, add_special_tokens=True, **({"spans": None} | more))])
-    return result
+    [(input_ids, loss_mask)] = tokenize(
+        tokenizer, [Rendered(text=text, add_special_tokens=True, **({"spans": None} | more))]
+    )
+    return input_ids.tolist(), loss_mask.tolist()
 
 
 def test_bos_stands_once_at_the_head_of_a_conversation(bos_tokenizer):
@@ -395,7 +398,9 @@ def test_texts_tokenised_together_are_those_tokenised_alone(bos_tokenizer):
         Rendered(text=f"text {number} <|im_end|>🙂", spans=((2, number + 3),), add_special_tokens=number % 3 == 0)
         for number in range(12)
     ]
-    assert tokenize(bos_tokenizer, rendered) == [tokenize(bos_tokenizer, [item])[0] for item in rendered]
+    together, alone = tokenize(bos_tokenizer, rendered), [tokenize(bos_tokenizer, [item])[0] for item in rendered]
+    for (input_ids, loss_mask), (ids_alone, mask_alone) in zip(together, alone, strict=True):
+        assert (input_ids.tolist(), loss_mask.tolist()) == (ids_alone.tolist(), mask_alone.tolist())
 
 
 class SlowTokenizer:

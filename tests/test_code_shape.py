@@ -20,8 +20,10 @@ ROOT = Path(__file__).parent.parent
 #: A module may import those before it.
 ORDER = [
     "flags",
+    "strict_json",
     "layers",
     "model",
+    "tokens",
     "chat",
     "shapes",
     "sources",

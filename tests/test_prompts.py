@@ -246,6 +246,8 @@ CONTENT = "message {} must have a text, or parts of type 'text', as its 'content
 UNTRAINED = "no token of it is trained on: all {} of its loss mask are 0; pass untrained='drop' or 'keep'"
 MESSAGES_WANTED = "'messages' must be a list of at least one {'role': .., 'content': ..}"
 
+TWICE = "an object has the key '{}' twice, and only one value can be meant: leave one out"
+
 #: A line of a JSONL file, and the whole error it gives; more lines with the results of `IN_ANY_SHAPE` and `GOOD_ROWS`.
 ODD_LINES: list[tuple[str | bytes, str]] = [
     (
@@ -260,6 +262,13 @@ ODD_LINES: list[tuple[str | bytes, str]] = [
         "[" * 100_000,
         "not JSON: maximum recursion depth exceeded while decoding a JSON array from a unicode string; each line must be one "
         "JSON object",
+    ),
+    ('{"text": "a", "id": 1, "text": "b"}', TWICE.format("text")),
+    ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', TWICE.format("content")),
+    (
+        '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '
+        '"{\\"x\\": 1, \\"x\\": 2}"}}]}]}',
+        "message 0 (assistant): the arguments of its call of 'f' are not JSON: " + TWICE.format("x"),
     ),
     ("hello", "not JSON: Expecting value: line 1 column 1 (char 0); each line must be one JSON object"),
     (

@@ -245,6 +245,21 @@ class TestFiles:
         assert source == f"{path}: item {number}"
         assert found.startswith("not JSON: ") and error in found
 
+    @pytest.mark.parametrize("text", ['[{"text": "a"}]\n[{"text": "b"}]', '[{"text": "a"}] b', '[] {"text": "b"}'])
+    def test_what_follows_an_array_is_an_error(self, tmp_path: Path, text: str, monkeypatch):
+        monkeypatch.setattr(sources, "ARRAY_CHARS", 3)
+        path = tmp_path / "a.json"
+        path.write_text(text)
+        *_, (source, _, found) = read_file(str(path), None)
+        assert source == f"{path}: after the array"
+        assert found.endswith("follows it; the file must hold one array of objects")
+
+    def test_an_array_that_is_not_utf8_is_an_error_that_names_its_file(self, tmp_path: Path):
+        path = tmp_path / "a.json"
+        path.write_bytes('[{"text": "café"}]'.encode("latin-1"))
+        with pytest.raises(PromptError, match=r"a.json cannot be read: 'utf-8' codec can't decode byte 0xe9"):
+            list(read_file(str(path), None))
+
     @pytest.mark.parametrize("text", ["[]", " [ ]\n", "", "\n"])
     def test_an_empty_array_has_no_rows(self, tmp_path: Path, text: str):
         path = tmp_path / "a.json"
@@ -252,9 +267,14 @@ class TestFiles:
         assert list(read_file(str(path), None)) == []
 
     def test_a_byte_order_mark_is_no_part_of_the_first_row(self, tmp_path: Path):
-        path = tmp_path / "a.jsonl"
-        path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
-        assert [row[1] for row in read_file(str(path), None)] == ['{"text": "a"}']
+        for name, text in (
+            ("a.jsonl", b'{"text": "a"}\n'),
+            ("a.json", b'{"text": "a"}\n'),
+            ("b.json", b'[{"text": "a"}]'),
+        ):
+            path = tmp_path / name
+            path.write_bytes(b"\xef\xbb\xbf" + text)
+            assert [row[1] for row in read_file(str(path), None)] == ['{"text": "a"}']
 
     @pytest.mark.parametrize("kind", ["lines.gz", "lines.zst", "parquet", "arrow_file"])
     def test_a_file_that_was_cut_off_is_an_error_that_names_it(self, files: dict, tmp_path: Path, kind: str):
