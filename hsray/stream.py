@@ -18,6 +18,7 @@ import pyarrow as pa
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from hsray.batch_memory import ALIGNMENT, Memories, SharedBatch, SharedMemory
 from hsray.layers import Layer
 from hsray.row_group import RowGroup
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 #: Shards whose row groups are shuffled together.
 BLOCK_SHARDS = 4
+
+#: Of a packed batch, beside the states.
+COLUMNS = ("input_ids", "loss_mask", "document_ids", "position_ids")
 
 #: Row groups read ahead of the one in use, and threads that read them.
 PREFETCHED_GROUPS, READERS = 3, 2
@@ -126,6 +130,8 @@ class PackedStream(IterableDataset):
             raise ValueError(f"batch_tokens={batch_tokens}; give a whole number from 1 up")
         self._share, self._batch_tokens = share, batch_tokens
         self._next = Position()
+        self._memories = Memories()
+        """Of this process, where it is a ``DataLoader``'s worker."""
 
     def state_dict(self) -> dict[str, int]:
         """Where the stream stands: after the batch that it gave last, in this process."""
@@ -137,7 +143,7 @@ class PackedStream(IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         start = self._next
-        batch = _Batch(self._batch_tokens)
+        batch = _Batch(self._batch_tokens, self._memories if get_worker_info() else None)
         for unit in self._share.units(start):
             resumed = (unit.position.block, unit.position.unit) == (start.block, start.unit)
             for prompt in range(start.prompt if resumed else 0, len(unit.order)):
@@ -155,12 +161,12 @@ class PackedStream(IterableDataset):
 
 
 class _Batch:
-    """A batch being filled."""
+    """A batch being filled: its columns, and its layers, in one memory."""
 
-    def __init__(self, batch_tokens: int):
-        self._batch_tokens = batch_tokens
-        self._columns: dict[str, torch.Tensor] = {}
-        self._states: dict[Layer, torch.Tensor] = {}
+    def __init__(self, batch_tokens: int, memories: Memories | None):
+        self._batch_tokens, self._memories = batch_tokens, memories
+        self._shared: SharedMemory | None = None
+        self._rows: dict[Layer, torch.Tensor] = {}
         self.num_tokens = 0
 
     @property
@@ -174,37 +180,37 @@ class _Batch:
             self._begin(group)
         count = min(int(group.ends[row + 1]) - at, self._batch_tokens - self.num_tokens)
         here, there = slice(self.num_tokens, self.num_tokens + count), slice(at, at + count)
-        self._columns["input_ids"][here] = group.input_ids[there]
-        self._columns["loss_mask"][here] = group.loss_mask[there]
-        self._columns["document_ids"][here] = unit.first_prompt + row
         first = at - int(group.ends[row])
-        self._columns["position_ids"][here] = torch.arange(first, first + count)
-        for layer, hidden_SD in group.states.items():
-            self._states[layer][here] = hidden_SD[there]
+        self._rows["document_ids"][here] = unit.first_prompt + row
+        self._rows["position_ids"][here] = torch.arange(first, first + count)
+        for name, values_S in {"input_ids": group.input_ids, "loss_mask": group.loss_mask, **group.states}.items():
+            self._rows[name][here] = values_S[there]
         self.num_tokens += count
         return count
 
     def take(self) -> dict[str, Any]:
         """The batch, as it is; the next begins empty."""
-        rows = slice(0, self.num_tokens)
+        states = {name: values[None, : self.num_tokens] for name, values in self._rows.items()}
         self.num_tokens = 0
-        columns = {name: values[None, rows] for name, values in self._columns.items()}
-        return {**columns, "hidden_states": {layer: states[None, rows] for layer, states in self._states.items()}}
+        content: dict[str, Any] = {name: states.pop(name) for name in COLUMNS}
+        content["hidden_states"] = states
+        return content if self._shared is None else SharedBatch(content, self._shared)
 
     def _begin(self, group: RowGroup) -> None:
-        """New memory: what was given is the user's."""
-        size = self._batch_tokens
-        whole = ("input_ids", "document_ids", "position_ids")
-        self._columns = {name: torch.empty(size, dtype=torch.int64) for name in whole}
-        self._columns["loss_mask"] = torch.empty(size, dtype=torch.bool)
-        # From Arrow's pool, which keeps what is given back: a core fills fresh pages at 1 GB/s here, used ones at 8.
-        self._states = {layer: _pooled(size, like=states) for layer, states in group.states.items()}
-
-
-def _pooled(num_rows: int, *, like: torch.Tensor) -> torch.Tensor:
-    """An uninitialised tensor of so many of a tensor's rows."""
-    memory = pa.allocate_buffer(num_rows * like.shape[1] * like.element_size(), resizable=False)
-    return torch.frombuffer(memory, dtype=like.dtype).view(num_rows, like.shape[1])
+        """Other memory: what was given is the user's."""
+        ids_S = group.input_ids
+        likes = dict(zip(COLUMNS, (ids_S, group.loss_mask, ids_S, ids_S), strict=True)) | group.states
+        sizes = [self._batch_tokens * like[:1].nbytes for like in likes.values()]
+        starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
+        if self._memories is None:
+            # From Arrow's pool, which keeps what is given back: a core fills fresh pages at 1 GB/s here, used ones at 8.
+            memory = torch.frombuffer(pa.allocate_buffer(starts[-1], resizable=False), dtype=torch.uint8)
+        else:
+            self._shared = self._memories.free(starts[-1])
+            memory = self._shared.take()
+        for (name, like), start, size in zip(likes.items(), starts, sizes, strict=False):
+            values = memory[start : start + size].view(like.dtype)
+            self._rows[name] = values.view(self._batch_tokens, *like.shape[1:])
 
 
 class TokenStream(IterableDataset):

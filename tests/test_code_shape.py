@@ -49,6 +49,7 @@ ORDER = [
     "audit",
     "estimator",
     "row_group",
+    "batch_memory",
     "stream",
     "ray_view",
     "reader",
@@ -128,7 +129,9 @@ def test_only_the_pipeline_and_what_reads_prompts_or_whole_datasets_knows_ray():
     }  # reader: a type
 
 
-@pytest.mark.parametrize("name", sorted(set(MODULES) - {"row_group", "stream"}))  # they give torch's own classes
+@pytest.mark.parametrize(
+    "name", sorted(set(MODULES) - {"row_group", "batch_memory", "stream"})
+)  # they give torch's own classes
 def test_no_module_imports_a_heavy_package_when_it_is_imported(name):
     assert not packages_of(MODULES[name], everywhere=False) & HEAVY
 
