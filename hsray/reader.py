@@ -107,7 +107,8 @@ class HiddenStates:
         """Packed batches of `batch_tokens` tokens, for training a drafter; a PyTorch ``IterableDataset``.
 
         Ranks, and a ``DataLoader``'s workers (use ``batch_size=None``), share the prompts without overlap or loss. Its
-        ``state_dict`` and ``load_state_dict`` continue exactly.
+        ``state_dict`` and ``load_state_dict`` continue exactly. Of workers that end with each pass every pass is the first:
+        ``persistent_workers=True`` keeps them.
 
         Args:
             batch_tokens: Tokens of a batch.
@@ -135,6 +136,8 @@ class HiddenStates:
         world_size: int = 1,
     ) -> "TokenStream":
         """Single tokens' states of a layer, [batch_size, D], shuffled across prompts, for training an autoencoder.
+
+        As with `stream`, ranks and workers share the tokens, and ``state_dict`` and ``load_state_dict`` continue exactly.
 
         Args:
             layer: One of `layers`; others are not read.

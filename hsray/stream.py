@@ -10,7 +10,7 @@ Shapes: B tokens of a batch, S tokens of a row group, D hidden size.
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -216,8 +216,9 @@ class _Batch:
 class TokenStream(IterableDataset):
     """Batches of single tokens' states of one layer, [batch_size, D], shuffled across prompts; the last may be smaller.
 
-    A buffer of `shuffle_buffer` states is filled from row groups in a shuffled order; whenever it is full a random half of
-    it is given. Each iteration is a pass over the dataset, in another order.
+    A buffer of up to `shuffle_buffer` states, whole batches, is filled from row groups in a shuffled order, and given in a
+    random one; so a place in the stream is where the buffer began, and how much of it was given. Each iteration is a pass
+    over the dataset, in another order.
     """
 
     def __init__(
@@ -229,13 +230,24 @@ class TokenStream(IterableDataset):
                 "the buffer, and 0 or more to skip"
             )
         self._share, self._layer = share, layer
-        self._batch_size, self._shuffle_buffer = batch_size, shuffle_buffer
+        self._batch_size, self._buffer_tokens = batch_size, shuffle_buffer // batch_size * batch_size
         self._only_loss_mask, self._skip_first = only_loss_mask, skip_first
-        self._epoch = 0
+        self._begun, self._given = Position(), 0
+        """Where the buffer begins, `Position.token` counting the wanted ones of its row group; batches of it given."""
         self.num_tokens = 0
-        """Given so far, in this process; `mean` and `mean_norm` are over these."""
+        """Given so far, in this process and before its state; `mean` and `mean_norm` are over these."""
         self._sum_D: torch.Tensor | None = None
         self._sum_of_norms = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands: after the batch that it gave last, in this process; and what `mean` is made of."""
+        sums = {"num_tokens": self.num_tokens, "sum": self._sum_D, "sum_of_norms": self._sum_of_norms}
+        return {"begun": asdict(self._begun), "given": self._given, **sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a stream of the same dataset, options, rank and workers stood; it fills the buffer again first."""
+        self._begun, self._given = Position(**state["begun"]), state["given"]
+        self.num_tokens, self._sum_D, self._sum_of_norms = state["num_tokens"], state["sum"], state["sum_of_norms"]
 
     @property
     def mean(self) -> torch.Tensor:
@@ -248,25 +260,22 @@ class TokenStream(IterableDataset):
         return self._sum_of_norms / self.num_tokens
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        chosen = torch.Generator().manual_seed(int(np.random.default_rng([self._share.seed, epoch]).integers(2**62)))
-        buffer_ND, filled = None, 0
-        for unit in self._share.units(Position(epoch=epoch)):
+        start, buffer_ND, filled = self._begun, None, 0
+        for unit in self._share.units(start):
             states_SD = self._wanted(unit.group)
             if buffer_ND is None:
-                buffer_ND = states_SD.new_empty(self._shuffle_buffer, states_SD.shape[1])
-            while len(states_SD):
-                taken = states_SD[: self._shuffle_buffer - filled]
-                buffer_ND[filled : filled + len(taken)] = taken
-                filled, states_SD = filled + len(taken), states_SD[len(taken) :]
-                if filled == self._shuffle_buffer:
-                    order = torch.randperm(filled, generator=chosen)
-                    given = -(-filled // 2 // self._batch_size) * self._batch_size
-                    yield from self._batches(buffer_ND, order[:given])
-                    filled -= given
-                    buffer_ND[:filled] = buffer_ND[order[given:]]
+                buffer_ND = states_SD.new_empty(self._buffer_tokens, states_SD.shape[1])
+            at = start.token if (unit.position.block, unit.position.unit) == (start.block, start.unit) else 0
+            while at < len(states_SD):
+                taken_ND = states_SD[at : at + self._buffer_tokens - filled]
+                buffer_ND[filled : filled + len(taken_ND)] = taken_ND
+                filled, at = filled + len(taken_ND), at + len(taken_ND)
+                if filled == self._buffer_tokens:
+                    yield from self._batches(buffer_ND)
+                    self._begun, self._given, filled = replace(unit.position, token=at), 0, 0
         if filled:
-            yield from self._batches(buffer_ND, torch.randperm(filled, generator=chosen))
+            yield from self._batches(buffer_ND[:filled])
+        self._begun, self._given = Position(epoch=start.epoch + 1), 0
 
     def _wanted(self, group: RowGroup) -> torch.Tensor:
         keep_S = group.loss_mask.clone() if self._only_loss_mask else torch.ones_like(group.loss_mask)
@@ -274,12 +283,15 @@ class TokenStream(IterableDataset):
             keep_S[begin : min(end, begin + self._skip_first)] = False
         return group.states[self._layer][keep_S]
 
-    def _batches(self, buffer_ND: torch.Tensor, order: torch.Tensor) -> Iterator[torch.Tensor]:
-        for rows in order.split(self._batch_size):
+    def _batches(self, buffer_ND: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Those of the buffer that were not given yet."""
+        order = np.random.default_rng([self._share.seed, *astuple(self._begun)]).permutation(len(buffer_ND))
+        for rows in torch.from_numpy(order).split(self._batch_size)[self._given :]:
             states_BD = buffer_ND[rows]
             numbers_BD = states_BD.float()
             sum_D = numbers_BD.sum(dim=0, dtype=torch.float64)
             self._sum_D = sum_D if self._sum_D is None else self._sum_D + sum_D
             self._sum_of_norms += float(numbers_BD.norm(dim=1).sum(dtype=torch.float64))
             self.num_tokens += len(rows)
+            self._given += 1
             yield states_BD

@@ -183,6 +183,25 @@ def test_single_tokens_come_once_each_shuffled_across_prompts(out, prompts, only
     assert stream.num_tokens == len(wanted_ND)
 
 
+def test_a_stream_of_tokens_goes_on_exactly_where_its_state_says(out):
+    def stream() -> hsray.stream.TokenStream:
+        return hsray.read(out).tokens(3, batch_size=16, shuffle_buffer=100, only_loss_mask=True, skip_first=1, seed=4)
+
+    one = stream()
+    whole = [[batch.clone() for batch in one] for _ in range(2)]
+    assert not torch.equal(whole[0][0], whole[1][0])
+    for count in (0, 1, 5, 6, 7, len(whole[0]) - 1):
+        first, second = stream(), stream()
+        given = iter(first)
+        for _ in range(count):
+            next(given)
+        second.load_state_dict(first.state_dict())
+        assert torch.equal(torch.cat(list(second)), torch.cat(whole[0][count:]))
+        assert torch.equal(torch.cat(list(second)), torch.cat(whole[1]))
+        assert (second.num_tokens, second.mean_norm) == (one.num_tokens, one.mean_norm)
+        assert torch.equal(second.mean, one.mean)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
