@@ -12,7 +12,7 @@ from hsray.digest import content_digest, value_bytes
 from hsray.layers import column_name
 from hsray.manifest import Manifest, ManifestError, load_manifest
 from hsray.pipeline import plan_files_of
-from hsray.plan import PlanFile, read_plan_file, shard_name, shard_number
+from hsray.plan import PlanFile, read_plan_file, shard_number
 from hsray.raydata import blocks_of, ray_data
 from hsray.shard import ShardError, ShardPrompts, all_finite
 from hsray.shard_file import ShardFile
@@ -105,17 +105,17 @@ def _list_shards(store: Store, manifest: Manifest, report: CheckReport) -> dict[
     """The planned shards that are there, with their bytes; reports those that are missing or of another size."""
     published = {}
     for name, num_bytes in store.list("shards").items():
-        shard = shard_number(name)
+        shard = shard_number(name, manifest.identity.file_format)
         if shard is None or shard >= manifest.plan.num_shards:
             report.other_problems.append(f"{store.url}/shards/{name} was not planned; move it away")
         else:
             published[shard] = num_bytes
     for shard in range(manifest.plan.num_shards):
         if shard not in published:
-            report.bad_shards[shard] = f"{store.url}/{shard_name(shard)} is not there"
+            report.bad_shards[shard] = f"{store.url}/{manifest.shard_name(shard)} is not there"
         elif manifest.shard_file_bytes and published[shard] != manifest.shard_file_bytes[shard]:
             report.bad_shards[shard] = (
-                f"{store.url}/{shard_name(shard)} has {published[shard]} bytes; the inventory says "
+                f"{store.url}/{manifest.shard_name(shard)} has {published[shard]} bytes; the inventory says "
                 f"{manifest.shard_file_bytes[shard]}"
             )
     return published
@@ -222,4 +222,4 @@ def _remove(store: Store, manifest: Manifest, report: CheckReport) -> None:
     if report.bad_shards and manifest.state == "complete":
         manifest.reopened().save(store)
     for shard in report.removed:
-        store.remove(shard_name(shard))
+        store.remove(manifest.shard_name(shard))

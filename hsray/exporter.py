@@ -107,7 +107,7 @@ def export(
     manifest = load_manifest(dataset)
     if manifest is None or manifest.state != "complete":
         raise ManifestError(f"{dataset.url!r} holds no complete dataset; build it to its end, then export it")
-    check_inventory(manifest, published_shards(dataset), dataset)
+    check_inventory(manifest, published_shards(dataset, manifest.identity.file_format), dataset)
     selection = select(manifest, target, layers=layers, context_size=context_size, model=model)
     job = ExportJob(
         out=dataset.url,

@@ -43,7 +43,7 @@ from hsray.prompts import tokenize_rows
 from hsray.raydata import RETRIES, blocks_of, ray_data
 from hsray.report import BuildReport, Receipt
 from hsray.request import Request, settle
-from hsray.shard import shard_schema
+from hsray.shard import FileFormat, shard_schema
 from hsray.sources import read_rows
 from hsray.store import Store
 from hsray.worker import CaptureJob, CaptureWorker
@@ -82,6 +82,7 @@ def build(
     duplicates: Literal["keep", "drop"] = "keep",
     sort: Literal["input", "length"] = "input",
     shard_bytes: int = 256 << 20,
+    file_format: FileFormat = "parquet",
     compression: str = "none",
     request_timeout_s: float = 1800.0,
     storage_options: Mapping[str, Any] | None = None,
@@ -125,7 +126,8 @@ def build(
         sort: The order of the prompts: the ``"input"``'s, or by ``"length"``, the longest first.
         shard_bytes: States in one shard, about; an engine's host holds up to three of them (four with several requests
             in flight).
-        compression: Of the shards: ``"none"``, or ``"zstd:1"`` (any level up to 22).
+        file_format: Of the shards: ``"parquet"``, or ``"arrow"`` (IPC files, which training from a local disk maps).
+        compression: Of Parquet shards: ``"none"``, or ``"zstd:1"`` (any level up to 22).
         request_timeout_s: An engine that answers nothing for so long ends the build.
         storage_options: For the filesystem of `dataset` and `out`; never stored.
         trust_remote_code: Lets the model's own code run.
@@ -158,6 +160,7 @@ def build(
         duplicates=duplicates,
         sort=sort,
         shard_bytes=shard_bytes,
+        file_format=file_format,
         compression=compression,
         request_timeout_s=request_timeout_s,
         trust_remote_code=trust_remote_code,
@@ -171,7 +174,7 @@ def build(
         with _forgotten_on_error(manifest, store):
             manifest = _plan(manifest, dataset, store, request, storage_options, progress)
         planned = time.monotonic()
-        published = published_shards(store)
+        published = published_shards(store, manifest.identity.file_format)
         digests = check_shards(manifest, published, store)
         pending = pending_shards(manifest.plan, published)
         report = _report(manifest, store)
@@ -185,7 +188,7 @@ def build(
         store.sweep(folder)
     if manifest.state != "complete" or pending:
         manifest = complete(manifest, store, digests)
-    check_inventory(manifest, published_shards(store), store)
+    check_inventory(manifest, published_shards(store, manifest.identity.file_format), store)
     report.nbytes = sum(manifest.shard_file_bytes)
     report.elapsed_s = time.monotonic() - started
     logger.info("%s", report)
@@ -210,10 +213,10 @@ def _open_dataset(store: Store, wanted: Identity) -> Manifest:
     if manifest is not None and manifest.state != "planning":
         # Listed only where it decides: a large dataset's listing takes seconds.
         same = not identity_differences(manifest.identity, wanted)
-        if same or manifest.state == "complete" or published_shards(store):
+        if same or manifest.state == "complete" or published_shards(store, manifest.identity.file_format):
             check_identity(manifest.identity, wanted, store)
             return manifest
-    elif published_shards(store):
+    elif published_shards(store, wanted.file_format):
         raise ManifestError(
             f"{store.url!r} holds shards but no finished plan: another build may be planning there, or its manifest was "
             "lost; wait for it, restore the manifest, or give another out="
@@ -319,6 +322,7 @@ def _capture_job(
         out=store.url,
         storage_options=storage_options,
         schema=shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.dtype, metadata=about),
+        file_format=identity.file_format,
         compression=identity.compression,
         identity_digest=identity.digest,
     )

@@ -66,7 +66,7 @@ class HiddenStates:
         self.layers: tuple[Layer, ...] = tuple(layers) if layers is not None else present
         self.complete = manifest.state == "complete"
         self._store = store
-        published = published_shards(store)
+        published = published_shards(store, manifest.identity.file_format)
         check_inventory(manifest, published, store)
         self.shards: tuple[int, ...] = tuple(sorted(set(published).intersection(range(manifest.plan.num_shards))))
         """Those that were there, by number."""

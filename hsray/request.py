@@ -80,6 +80,7 @@ def settle(
     duplicates: str,
     sort: str,
     shard_bytes: int,
+    file_format: str,
     compression: str,
     request_timeout_s: float,
     trust_remote_code: bool,
@@ -102,7 +103,7 @@ def settle(
         if value not in CHOICES[name]:
             raise ValueError(f"{name}={value!r}; wanted {' or '.join(map(repr, CHOICES[name]))}")
     check_engine_args(engine, engine_args or {})
-    codec(compression)
+    codec(compression, file_format)
     requests_in_flight = _count("requests_in_flight", requests_in_flight)
     prefill_tokens = _count("prefill_tokens", prefill_tokens)
     if not isinstance(request_timeout_s, int | float) or not request_timeout_s > 0:
@@ -154,6 +155,7 @@ def settle(
         requests_in_flight=requests_in_flight,
         prefill_tokens=prefill_tokens,
         shard_bytes=shard_bytes,
+        file_format=file_format,
         compression=compression,
         max_tokens=max_tokens,
         too_long=chosen.pop("too_long"),

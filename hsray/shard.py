@@ -1,4 +1,4 @@
-"""The format: a schema, tensors to bytes and back, one shard to one Parquet file.
+"""The format: a schema, tensors to bytes and back, one shard to one Parquet or Arrow IPC file.
 
 One row is one prompt. A layer's column holds the prompt's states as one ``large_binary`` value: T x D numbers,
 row-major, little-endian, in the dtype that the field's metadata names; T is the column ``num_tokens``. Arrow and
@@ -16,7 +16,7 @@ Shapes: T tokens of a prompt, S tokens of a shard, D hidden size.
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 ROW_GROUP_BYTES = 16 << 20
 
 MAX_ZSTD_LEVEL = 22
+
+FileFormat = Literal["parquet", "arrow"]
 
 
 class ShardError(ValueError):
@@ -155,12 +157,20 @@ def all_finite(values: np.ndarray, dtype: str) -> bool:
     return not len(signed) or bool(signed.max() < infinity and unsigned.max() < infinity + (1 << (bits - 1)))
 
 
-def write_table(table: pa.Table, sink: IO[bytes], *, compression: str = "none") -> None:
-    """Writes a shard's table as a Parquet file: one row group a prompt or up to `ROW_GROUP_BYTES`.
+def write_table(
+    table: pa.Table, sink: IO[bytes], *, compression: str = "none", file_format: FileFormat = "parquet"
+) -> None:
+    """Writes a shard's table as a file: Parquet, one row group a prompt or up to `ROW_GROUP_BYTES`, or Arrow IPC, one record
+    batch a prompt.
 
     `compression` is ``"none"`` or ``"zstd:LEVEL"``, see `codec`.
     """
-    name, level = codec(compression)
+    name, level = codec(compression, file_format)
+    if file_format == "arrow":
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            for batch in table.to_batches(max_chunksize=1):
+                writer.write_batch(batch)
+        return
     writer = pq.ParquetWriter(
         sink,
         table.schema,
@@ -176,12 +186,18 @@ def write_table(table: pa.Table, sink: IO[bytes], *, compression: str = "none") 
             writer.write_table(table.slice(start, stop - start), row_group_size=stop - start)
 
 
-def codec(compression: str) -> tuple[str, int | None]:
+def codec(compression: str, file_format: str) -> tuple[str, int | None]:
     """Parquet's codec and level for ``"none"`` or ``"zstd:LEVEL"``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or the file's format is not known or takes no compression.
     """
+    if file_format not in get_args(FileFormat):
+        raise ValueError(f"file_format={file_format!r}; wanted {' or '.join(map(repr, get_args(FileFormat)))}")
+    if file_format == "arrow" and compression != "none":
+        raise ValueError(
+            f"compression={compression!r} with file_format='arrow', which is there to be mapped as it is: leave one of them out"
+        )
     levels = {"none": ("none", None)} | {f"zstd:{level}": ("zstd", level) for level in range(1, MAX_ZSTD_LEVEL + 1)}
     if compression not in levels:
         raise ValueError(f"compression={compression!r}; wanted 'none' or 'zstd:1' to 'zstd:{MAX_ZSTD_LEVEL}'")

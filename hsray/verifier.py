@@ -202,7 +202,7 @@ def _without_echoes(alone: Sequence[Fault], compared: Sequence[Fault], *, last: 
 
 def _read_plan(manifest: Manifest, store: Store, chosen: Sequence[int]) -> dict[int, Planned]:
     """The prompts of the shards that hold the chosen ones, by their place among the published prompts."""
-    published = sorted(published_shards(store))
+    published = sorted(published_shards(store, manifest.identity.file_format))
     starts = np.cumsum([0, *(manifest.plan.shard_prompts[shard] for shard in published)])
     wanted = {published[at]: int(starts[at]) for at in np.searchsorted(starts, chosen, side="right") - 1}
     planned = {}

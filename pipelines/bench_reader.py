@@ -61,6 +61,7 @@ def make_dataset(folder: Path, num_bytes: int) -> int:
         requests_in_flight=1,
         prefill_tokens=1,
         shard_bytes=SHARD_BYTES,
+        file_format="parquet",
         compression="none",
         max_tokens=4096,
         too_long="error",

@@ -144,7 +144,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="BYTES",
         help="states in one shard, about; 256MiB, 1GB",
     )
-    add("--compression", default="none", help="of the shards: none, or zstd:LEVEL")
+    add(
+        "--file-format",
+        default="parquet",
+        choices=["parquet", "arrow"],
+        help="of the shards; arrow files (IPC) are mapped by training from a local disk, and take no compression",
+    )
+    add("--compression", default="none", help="of Parquet shards: none, or zstd:LEVEL")
     add(
         "--request-timeout-s",
         type=float,

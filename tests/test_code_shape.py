@@ -31,6 +31,7 @@ ORDER = [
     "plan",
     "digest",
     "shard",
+    "containers",
     "shard_file",
     "manifest",
     "engine",
@@ -58,6 +59,7 @@ ORDER = [
     "verifier",
     "targets",
     "exporter",
+    "converter",
 ]
 
 #: `open_engine` opens an engine by name: it alone reaches forward, and only when called.
@@ -119,6 +121,7 @@ def test_only_the_pipeline_and_what_reads_prompts_or_whole_datasets_knows_ray():
     users = {name for name, tree in MODULES.items() if "ray" in packages_of(tree, everywhere=True)}
     assert users == {
         "audit",
+        "converter",
         "raydata",
         "pipeline",
         "sources",
