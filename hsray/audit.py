@@ -9,12 +9,11 @@ from typing import Any
 import pyarrow as pa
 
 from hsray.digest import content_digest, value_bytes
-from hsray.layers import column_name
 from hsray.manifest import Manifest, ManifestError, load_manifest
 from hsray.pipeline import plan_files_of
 from hsray.plan import PlanFile, read_plan_file, shard_number
 from hsray.raydata import blocks_of, ray_data
-from hsray.shard import ShardError, ShardPrompts, all_finite
+from hsray.shard import ShardError, ShardPrompts, all_finite, state_columns
 from hsray.shard_file import ShardFile
 from hsray.store import Store
 
@@ -188,11 +187,13 @@ def shard_problem(store: Store, manifest: Manifest, shard: int, prompts: ShardPr
     with closing(file):
         try:
             _check_prompts(file, prompts)
+            stored = manifest.identity.stored_dtype
             for layer in manifest.identity.layers:
-                if not all(
-                    all_finite(value_bytes(chunk), manifest.identity.dtype)
-                    for chunk in file.column(column_name(layer)).chunks
-                ):
+                numbers, *scales = state_columns(layer, stored)
+                parts = [(value_bytes(chunk), stored) for chunk in file.column(numbers).chunks]
+                for chunk in (chunk for name in scales for chunk in file.column(name).chunks):
+                    parts.append((chunk.flatten().to_numpy(), "float32"))
+                if not all(all_finite(values, dtype) for values, dtype in parts):
                     return f"{file.url}, layer {layer!r}: NaN or infinite numbers"
             if (
                 deep

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
+from hsray.float8 import FLOAT8
 from hsray.layers import resolve_layers
 from hsray.model import DTYPE_BYTES
 from hsray.plan import Plan, PlanFile, shard_name, shard_number
@@ -51,6 +52,9 @@ class Identity:
     hidden_size: int
     layers: tuple[int | str, ...]
     dtype: str
+    """What the engine computes in."""
+    stored_dtype: str
+    """The same, or ``"float8_e4m3"``."""
     engine: str
     engine_args: Mapping[str, Any]
     tensor_parallel: int
@@ -74,6 +78,11 @@ class Identity:
                 object.__setattr__(self, name, json.loads(json.dumps(getattr(self, name))))
             except TypeError as error:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be what JSON can hold: {error}") from error
+
+    @property
+    def read_dtype(self) -> str:
+        """What a reader is given unless it asks for another."""
+        return "bfloat16" if self.stored_dtype == FLOAT8 else self.stored_dtype
 
     @property
     def digest(self) -> str:
@@ -109,7 +118,7 @@ class Manifest:
             identity_digest=self.identity.digest,
             layers=self.identity.layers,
             hidden_size=self.identity.hidden_size,
-            dtype=self.identity.dtype,
+            dtype=self.identity.stored_dtype,
             file_format=self.identity.file_format,
             num_prompts=self.plan.shard_prompts[shard],
             num_tokens=self.plan.shard_tokens[shard],
@@ -279,6 +288,8 @@ def _parse(content: dict[str, Any]) -> Manifest:
     identity["layers"] = tuple(identity["layers"])
     if identity["file_format"] not in get_args(FileFormat):
         raise ValueError(f"its file_format is {identity['file_format']!r}")
+    if identity["stored_dtype"] not in (identity["dtype"], FLOAT8):
+        raise ValueError(f"its stored_dtype is {identity['stored_dtype']!r}")
     if identity["dtype"] not in DTYPE_BYTES or not _are_counts([identity["hidden_size"], identity["num_layers"]]):
         raise ValueError("its dtype is not known, or its model has no size")
     if resolve_layers(identity["layers"], num_layers=identity["num_layers"]) != identity["layers"]:

@@ -109,7 +109,8 @@ def build(
             with shards of several passes.
         prefill_tokens: Tokens at which such a pass takes no more prompts.
         dtype: What the engine computes in and the states are stored in: ``"auto"`` (the checkpoint's),
-            ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+            ``"bfloat16"``, ``"float16"`` or ``"float32"``. With ``"float8_e4m3"`` they are computed in the checkpoint's and stored
+            in eight bits, each token scaled; a reader gives bfloat16.
         columns: What the rows call a shape's columns, where not by their own names, and their ids:
             ``{"question": "query", "answer": "reply", "id": "uuid"}``.
         chat_template: A file with a Jinja template in place of the tokenizer's own.
@@ -299,7 +300,7 @@ def _capture_job(
     about = {
         "format_version": "1",
         "layers": ",".join(map(str, identity.layers)),
-        "dtype": identity.dtype,
+        "dtype": identity.stored_dtype,
         "hidden_size": str(identity.hidden_size),
         "model": identity.model,
         "version": hsray.__version__,
@@ -321,7 +322,10 @@ def _capture_job(
         options=replace(options, num_buffers=options.shards_in_capture + num_writers),
         out=store.url,
         storage_options=storage_options,
-        schema=shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.dtype, metadata=about),
+        schema=shard_schema(
+            identity.layers, hidden_size=identity.hidden_size, dtype=identity.stored_dtype, metadata=about
+        ),
+        stored_dtype=identity.stored_dtype,
         file_format=identity.file_format,
         compression=identity.compression,
         identity_digest=identity.digest,

@@ -8,9 +8,10 @@ from typing import Any
 
 from hsray.chat import ChatOptions, check_template_kwargs
 from hsray.engine import MAX_REQUESTS_IN_FLIGHT, EngineName, check_engine_args
+from hsray.float8 import FLOAT8
 from hsray.layers import LayersSpec, resolve_layers
 from hsray.manifest import Identity
-from hsray.model import DTYPE_BYTES, ModelDescription, describe_model, tokenizer_digest
+from hsray.model import STORED_BYTES, ModelDescription, describe_model, tokenizer_digest
 from hsray.plan import PlanOptions
 from hsray.prompts import PromptOptions, load_chat_tokenizer
 from hsray.shapes import check_columns
@@ -45,7 +46,8 @@ class Request:
     @property
     def value_bytes_per_token(self) -> int:
         """Of one token's state of one layer."""
-        return self.identity.hidden_size * DTYPE_BYTES[self.identity.dtype]
+        scale_bytes = 4 * (self.identity.stored_dtype == FLOAT8)
+        return self.identity.hidden_size * STORED_BYTES[self.identity.stored_dtype] + scale_bytes
 
     @property
     def plan_options(self) -> PlanOptions:
@@ -118,7 +120,7 @@ def settle(
     shard_bytes = _count("shard_bytes", shard_bytes)
     columns, template_kwargs = dict(columns or {}), dict(template_kwargs or {})
     check_columns(columns)
-    description = describe_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    description = describe_model(model, dtype="auto" if dtype == FLOAT8 else dtype, trust_remote_code=trust_remote_code)
     max_tokens = description.max_tokens if max_tokens is None else _count("max_tokens", max_tokens)
     if max_tokens > description.max_tokens:
         raise ValueError(f"max_tokens={max_tokens}; the model's context is {description.max_tokens}: give 1 up to that")
@@ -149,6 +151,7 @@ def settle(
         hidden_size=description.hidden_size,
         layers=resolve_layers(layers, num_layers=description.num_layers),
         dtype=description.dtype,
+        stored_dtype=FLOAT8 if dtype == FLOAT8 else description.dtype,
         engine=engine,
         engine_args=dict(engine_args or {}),
         tensor_parallel=tensor_parallel,

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from hsray.containers import open_container
 from hsray.layers import column_name
-from hsray.model import DTYPE_BYTES
+from hsray.model import STORED_BYTES
 from hsray.plan import shard_name
 from hsray.shard import ShardError, shard_schema
 from hsray.store import Store
@@ -49,7 +49,7 @@ class ExpectedShard:
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's state of one layer."""
-        return self.hidden_size * DTYPE_BYTES[self.dtype]
+        return self.hidden_size * STORED_BYTES[self.dtype]
 
 
 class ShardFile:

@@ -31,6 +31,7 @@ class CaptureJob:
     out: str
     storage_options: Mapping[str, Any] | None = field(repr=False)
     schema: pa.Schema
+    stored_dtype: str
     file_format: FileFormat
     compression: str
     identity_digest: str
@@ -90,7 +91,7 @@ class CaptureWorker:
             identity_digest=self._job.identity_digest,
             layers=self._job.options.layers,
             hidden_size=model.hidden_size,
-            dtype=model.dtype,
+            dtype=self._job.stored_dtype,
             file_format=self._job.file_format,
             num_prompts=receipt.prompts,
             num_tokens=receipt.tokens,
@@ -130,6 +131,7 @@ class CaptureWorker:
             receipt,
             nbytes=nbytes,
             digest=table.schema.metadata[b"hsray.digest"].decode(),
+            rounding=table.schema.metadata.get(b"hsray.rounding", b"{}").decode(),
             published_at=time.time(),
             check_s=checked - begun,
             write_s=written - checked,

@@ -55,6 +55,7 @@ def make_dataset(folder: Path, num_bytes: int) -> int:
         hidden_size=HIDDEN_SIZE,
         layers=tuple(LAYERS),
         dtype="bfloat16",
+        stored_dtype="bfloat16",
         engine="transformers",
         engine_args={},
         tensor_parallel=1,

@@ -81,8 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         default="auto",
-        choices=["auto", "bfloat16", "float16", "float32"],
-        help="what the engine computes in and the states are stored in; auto is the checkpoint's own",
+        choices=["auto", "bfloat16", "float16", "float32", "float8_e4m3"],
+        help="what the engine computes in and the states are stored in; auto is the checkpoint's own, and float8_e4m3 computes in "
+        "that and stores eight bits, each token scaled",
     )
     add(
         "--columns",

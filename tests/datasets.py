@@ -41,6 +41,7 @@ def make_dataset(
     lengths: Sequence[int],
     layers: Sequence[Layer | str],
     dtype: str = "float32",
+    stored_dtype: str | None = None,
     file_format: FileFormat = "parquet",
     compression: str = "none",
     shard_tokens: int = 60,
@@ -59,6 +60,7 @@ def make_dataset(
         hidden_size=description.hidden_size,
         layers=resolved,
         dtype=dtype,
+        stored_dtype=stored_dtype or dtype,
         engine="transformers",
         engine_args={},
         tensor_parallel=1,
@@ -118,7 +120,7 @@ def planned_shards(store: Store, plan: Plan) -> list[ShardPrompts]:
 def _write(store: Store, manifest: Manifest, prompts: ShardPrompts, states: States) -> str:
     """Publishes a shard; gives its digest."""
     identity = manifest.identity
-    schema = shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.dtype)
+    schema = shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.stored_dtype)
     schema = stamped(schema, shard=prompts.shard, identity_digest=identity.digest)
     table = shard_table(prompts, states, schema)
     with store.staged(manifest.shard_name(prompts.shard)) as sink:

@@ -46,6 +46,7 @@ def plan_prompts(
     shard_tokens: int = 40,
     compression: str = "none",
     file_format: FileFormat = "parquet",
+    stored_dtype: str | None = None,
     **storage_options: object,
 ) -> tuple[Store, Manifest]:
     """A dataset with its plan and no shard yet."""
@@ -61,6 +62,7 @@ def plan_prompts(
         hidden_size=hidden_TD.shape[1],
         layers=LAYERS,
         dtype=str(hidden_TD.dtype).removeprefix("torch."),
+        stored_dtype=stored_dtype or str(hidden_TD.dtype).removeprefix("torch."),
         engine="transformers",
         engine_args={},
         tensor_parallel=1,
@@ -103,7 +105,7 @@ def publish_shard(store: Store, manifest: Manifest, prompts: Sequence[dict], sha
     wanted = [prompt["hidden_states"] for prompt in prompts if prompt["prompt_id"] in ids]
     states = {layer: torch.cat([states[layer] for states in wanted]) for layer in LAYERS}
     identity = manifest.identity
-    schema = shard_schema(LAYERS, hidden_size=identity.hidden_size, dtype=identity.dtype)
+    schema = shard_schema(LAYERS, hidden_size=identity.hidden_size, dtype=identity.stored_dtype)
     schema = stamped(schema, shard=shard, identity_digest=manifest.identity.digest)
     table = shard_table(listed, states, schema)
     with store.staged(manifest.shard_name(shard)) as sink:
