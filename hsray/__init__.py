@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["build", "check", "estimate", "export", "preview", "read", "verify"]
+__all__ = ["build", "check", "convert", "estimate", "export", "preview", "read", "verify"]
 
 if TYPE_CHECKING:
     from hsray.audit import check
+    from hsray.converter import convert
     from hsray.estimator import estimate, preview
     from hsray.exporter import export
     from hsray.pipeline import build
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "build": "pipeline",
     "check": "audit",
+    "convert": "converter",
     "estimate": "estimator",
     "export": "exporter",
     "preview": "estimator",

@@ -9,12 +9,11 @@ from typing import Any
 import pyarrow as pa
 
 from hsray.digest import content_digest, value_bytes
-from hsray.layers import column_name
 from hsray.manifest import Manifest, ManifestError, load_manifest
 from hsray.pipeline import plan_files_of
-from hsray.plan import PlanFile, read_plan_file, shard_name, shard_number
+from hsray.plan import PlanFile, read_plan_file, shard_number
 from hsray.raydata import blocks_of, ray_data
-from hsray.shard import ShardError, ShardPrompts, all_finite
+from hsray.shard import ShardError, ShardPrompts, all_finite, state_columns
 from hsray.shard_file import ShardFile
 from hsray.store import Store
 
@@ -105,17 +104,17 @@ def _list_shards(store: Store, manifest: Manifest, report: CheckReport) -> dict[
     """The planned shards that are there, with their bytes; reports those that are missing or of another size."""
     published = {}
     for name, num_bytes in store.list("shards").items():
-        shard = shard_number(name)
+        shard = shard_number(name, manifest.identity.file_format)
         if shard is None or shard >= manifest.plan.num_shards:
             report.other_problems.append(f"{store.url}/shards/{name} was not planned; move it away")
         else:
             published[shard] = num_bytes
     for shard in range(manifest.plan.num_shards):
         if shard not in published:
-            report.bad_shards[shard] = f"{store.url}/{shard_name(shard)} is not there"
+            report.bad_shards[shard] = f"{store.url}/{manifest.shard_name(shard)} is not there"
         elif manifest.shard_file_bytes and published[shard] != manifest.shard_file_bytes[shard]:
             report.bad_shards[shard] = (
-                f"{store.url}/{shard_name(shard)} has {published[shard]} bytes; the inventory says "
+                f"{store.url}/{manifest.shard_name(shard)} has {published[shard]} bytes; the inventory says "
                 f"{manifest.shard_file_bytes[shard]}"
             )
     return published
@@ -188,11 +187,13 @@ def shard_problem(store: Store, manifest: Manifest, shard: int, prompts: ShardPr
     with closing(file):
         try:
             _check_prompts(file, prompts)
+            stored = manifest.identity.stored_dtype
             for layer in manifest.identity.layers:
-                if not all(
-                    all_finite(value_bytes(chunk), manifest.identity.dtype)
-                    for chunk in file.column(column_name(layer)).chunks
-                ):
+                numbers, *scales = state_columns(layer, stored)
+                parts = [(value_bytes(chunk), stored) for chunk in file.column(numbers).chunks]
+                for chunk in (chunk for name in scales for chunk in file.column(name).chunks):
+                    parts.append((chunk.flatten().to_numpy(), "float32"))
+                if not all(all_finite(values, dtype) for values, dtype in parts):
                     return f"{file.url}, layer {layer!r}: NaN or infinite numbers"
             if (
                 deep
@@ -222,4 +223,4 @@ def _remove(store: Store, manifest: Manifest, report: CheckReport) -> None:
     if report.bad_shards and manifest.state == "complete":
         manifest.reopened().save(store)
     for shard in report.removed:
-        store.remove(shard_name(shard))
+        store.remove(manifest.shard_name(shard))

@@ -114,7 +114,7 @@ def estimate(
     identity, tokens = request.identity, sum(plan.shard_tokens)
     raw_bytes = tokens * request.bytes_per_token + _overhead(plan, request)
     if ratio is None:
-        ratio = ZSTD_RATIO.get(identity.dtype, 1.0) if identity.compression != "none" else 1.0
+        ratio = ZSTD_RATIO.get(identity.stored_dtype, 1.0) if identity.compression != "none" else 1.0
     stored_bytes = int(raw_bytes * ratio)
     options = EngineOptions(
         model=request.model,
@@ -168,7 +168,7 @@ def preview(dataset: Any, *, count: int = 3, **keywords: Any) -> "list[Text]":
         for prompt in islice(prompts, count):
             if prompt["error"]:
                 raise PromptError(f"{prompt['source']}: {prompt['error']}")
-            shown.append(_shown(prompt, tokenizer))
+            shown.append(shown_prompt(prompt, tokenizer))
     return shown
 
 
@@ -203,7 +203,8 @@ def _bytes(number: float) -> str:
     return f"{number:,.1f} TB"
 
 
-def _shown(prompt: Mapping[str, Any], tokenizer: Any) -> "Text":
+def shown_prompt(prompt: Mapping[str, Any], tokenizer: Any) -> "Text":
+    """A prompt to be printed; without a tokenizer its ids are."""
     from rich.text import Text
 
     num_trained = sum(prompt["loss_mask"])

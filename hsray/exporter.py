@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from hsray.layers import Layer, LayersSpec, column_name, resolve_layers
+from hsray.layers import Layer, LayersSpec, resolve_layers
 from hsray.manifest import Manifest, ManifestError, check_inventory, load_manifest, published_shards
 from hsray.norm import load_final_norm
 from hsray.raydata import blocks_of, ray_data
 from hsray.row_group import RowGroup
+from hsray.shard import state_columns
 from hsray.shard_file import ShardFile
 from hsray.store import Store
 from hsray.targets import TARGETS, Sample, Selection, Written
@@ -107,7 +108,7 @@ def export(
     manifest = load_manifest(dataset)
     if manifest is None or manifest.state != "complete":
         raise ManifestError(f"{dataset.url!r} holds no complete dataset; build it to its end, then export it")
-    check_inventory(manifest, published_shards(dataset), dataset)
+    check_inventory(manifest, published_shards(dataset, manifest.identity.file_format), dataset)
     selection = select(manifest, target, layers=layers, context_size=context_size, model=model)
     job = ExportJob(
         out=dataset.url,
@@ -177,9 +178,9 @@ def select(
             f"{target} takes {count} layers; {list(chosen)} are {len(chosen)}: choose them with layers=, or build with "
             "layers='eagle3'"
         )
-    if wanted.dtype not in (None, identity.dtype):
+    if wanted.dtype not in (None, identity.read_dtype):
         raise ExportError(
-            f"{target} takes {wanted.dtype} alone; the dataset is {identity.dtype}: build with dtype={wanted.dtype!r}"
+            f"{target} takes {wanted.dtype} alone; the dataset is {identity.read_dtype}: build with dtype={wanted.dtype!r}"
         )
     return Selection(
         layers=chosen,
@@ -187,7 +188,7 @@ def select(
         derived=wanted.last == "post-norm" and source == (last_block,),
         num_layers=identity.num_layers,
         hidden_size=identity.hidden_size,
-        dtype=identity.dtype,
+        dtype=identity.read_dtype,
         model=model or identity.model,
         context_size=context_size,
     )
@@ -273,11 +274,12 @@ def _write_shard(batch: pa.Table, *, job: Any) -> pa.Table:
 
 def read_samples(dataset: Store, job: ExportJob, shard: int, first_row: int) -> Iterator[Sample]:
     """A shard's prompts in order; a row group of it is held at a time."""
-    selection = job.selection
+    selection, stored = job.selection, job.manifest.identity.stored_dtype
     file = ShardFile(dataset, job.manifest.expected(shard))
     try:
         for group in range(file.num_groups):
-            columns = ["prompt_id", "input_ids", "loss_mask", *map(column_name, selection.read)]
+            states = [name for layer in selection.read for name in state_columns(layer, stored)]
+            columns = ["prompt_id", "input_ids", "loss_mask", *states]
             prompts = RowGroup(file.read(group, columns), selection.read)
             for prompt in map(prompts.prompt, range(len(prompts))):
                 states = prompt["hidden_states"]

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from hsray.float8 import FLOAT8
 from hsray.layers import resolve_layers
 from hsray.model import DTYPE_BYTES
 from hsray.plan import Plan, PlanFile, shard_name, shard_number
+from hsray.shard import FileFormat
 from hsray.shard_file import ExpectedShard, check_shard
 from hsray.store import Store
 
@@ -25,7 +27,7 @@ NAME = "manifest.json"
 #: Footers read at a time; on an object store each is a round trip.
 CHECK_THREADS = 16
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 #: No count of a manifest reaches this; its bytes then fit 64 bits.
 MAX_COUNT = 1 << 48
@@ -50,12 +52,16 @@ class Identity:
     hidden_size: int
     layers: tuple[int | str, ...]
     dtype: str
+    """What the engine computes in."""
+    stored_dtype: str
+    """The same, or ``"float8_e4m3"``."""
     engine: str
     engine_args: Mapping[str, Any]
     tensor_parallel: int
     requests_in_flight: int
     prefill_tokens: int
     shard_bytes: int
+    file_format: str
     compression: str
     max_tokens: int
     too_long: str
@@ -72,6 +78,11 @@ class Identity:
                 object.__setattr__(self, name, json.loads(json.dumps(getattr(self, name))))
             except TypeError as error:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be what JSON can hold: {error}") from error
+
+    @property
+    def read_dtype(self) -> str:
+        """What a reader is given unless it asks for another."""
+        return "bfloat16" if self.stored_dtype == FLOAT8 else self.stored_dtype
 
     @property
     def digest(self) -> str:
@@ -107,11 +118,16 @@ class Manifest:
             identity_digest=self.identity.digest,
             layers=self.identity.layers,
             hidden_size=self.identity.hidden_size,
-            dtype=self.identity.dtype,
+            dtype=self.identity.stored_dtype,
+            file_format=self.identity.file_format,
             num_prompts=self.plan.shard_prompts[shard],
             num_tokens=self.plan.shard_tokens[shard],
             digest=None if self.shard_digests is None else self.shard_digests[shard],
         )
+
+    def shard_name(self, shard: int) -> str:
+        """The object that holds a shard."""
+        return shard_name(shard, self.identity.file_format)
 
     def save(self, store: Store) -> None:
         """Publishes the manifest."""
@@ -168,7 +184,7 @@ def identity_differences(stored: Identity, wanted: Identity) -> list[str]:
     ]
 
 
-def published_shards(store: Store) -> dict[int, int]:
+def published_shards(store: Store, file_format: str) -> dict[int, int]:
     """The shards that are there: number -> file bytes.
 
     Raises:
@@ -176,7 +192,7 @@ def published_shards(store: Store) -> dict[int, int]:
     """
     shards = {}
     for name, num_bytes in store.list("shards").items():
-        shard = shard_number(name)
+        shard = shard_number(name, file_format)
         if shard is None:
             raise ManifestError(f"{store.url}/shards/{name} is not of this dataset; move it away")
         if not num_bytes:
@@ -192,7 +208,7 @@ def check_inventory(manifest: Manifest, published: Mapping[int, int], store: Sto
     for shard, num_bytes in enumerate(manifest.shard_file_bytes):
         if published.get(shard) != num_bytes:
             raise ManifestError(
-                f"{store.url}/{shard_name(shard)} is {published.get(shard, 'not there')}{' bytes' * (shard in published)}; "
+                f"{store.url}/{manifest.shard_name(shard)} is {published.get(shard, 'not there')}{' bytes' * (shard in published)}; "
                 f"the inventory says {num_bytes} bytes: remove it if it is there, and build again to restore it"
             )
 
@@ -210,7 +226,7 @@ def check_shards(manifest: Manifest, published: Iterable[int], store: Store) -> 
         ShardError: one is not this dataset's, or has other prompts. Its name alone would let another's pass for it.
     """
     plan, published = manifest.plan, sorted(published)
-    extra = [shard_name(shard) for shard in published if shard >= plan.num_shards]
+    extra = [manifest.shard_name(shard) for shard in published if shard >= plan.num_shards]
     if extra:
         raise ManifestError(
             f"{store.url!r} holds {len(extra)} shards that were not planned ({', '.join(extra[:3])}); the plan has "
@@ -236,13 +252,13 @@ def complete(manifest: Manifest, store: Store, digests: Mapping[int, str]) -> Ma
             f"{store.url!r}: another build has begun a dataset there meanwhile; give one of the two another out, and "
             "build again"
         )
-    published = published_shards(store)
+    published = published_shards(store, manifest.identity.file_format)
     missing = pending_shards(manifest.plan, published)
     extra = sorted(set(published).difference(range(manifest.plan.num_shards)))
     if missing or extra:
         raise ManifestError(
-            f"{store.url!r}: {len(missing)} planned shards are missing ({[shard_name(s) for s in missing[:3]]}), "
-            f"{len(extra)} were not planned ({[shard_name(s) for s in extra[:3]]}); build again, and move the latter away"
+            f"{store.url!r}: {len(missing)} planned shards are missing ({[manifest.shard_name(s) for s in missing[:3]]}), "
+            f"{len(extra)} were not planned ({[manifest.shard_name(s) for s in extra[:3]]}); build again, and move the latter away"
         )
     done = replace(
         manifest,
@@ -270,6 +286,10 @@ def _parse(content: dict[str, Any]) -> Manifest:
     if missing:
         raise ValueError(f"its identity has no {', '.join(missing)}")
     identity["layers"] = tuple(identity["layers"])
+    if identity["file_format"] not in get_args(FileFormat):
+        raise ValueError(f"its file_format is {identity['file_format']!r}")
+    if identity["stored_dtype"] not in (identity["dtype"], FLOAT8):
+        raise ValueError(f"its stored_dtype is {identity['stored_dtype']!r}")
     if identity["dtype"] not in DTYPE_BYTES or not _are_counts([identity["hidden_size"], identity["num_layers"]]):
         raise ValueError("its dtype is not known, or its model has no size")
     if resolve_layers(identity["layers"], num_layers=identity["num_layers"]) != identity["layers"]:

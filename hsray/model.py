@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-#: The dtypes a state can be stored in, and the bytes of one number.
+#: The dtypes a state can be computed in, and the bytes of one number; and those that it can be stored in.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+STORED_BYTES = {**DTYPE_BYTES, "float8_e4m3": 1}
 
 #: How a weight file is sampled for its digest.
 SAMPLE_BYTES = 4096
@@ -37,7 +38,7 @@ class ModelDescription:
     max_tokens: int
     """The longest prompt that the model's positions cover."""
     dtype: str
-    """The dtype that the engine computes in and the states are stored in."""
+    """The dtype that the engine computes in."""
     config_digest: str
     """SHA-256 of the config."""
     weights_digest: str

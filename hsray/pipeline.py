@@ -43,7 +43,7 @@ from hsray.prompts import tokenize_rows
 from hsray.raydata import RETRIES, blocks_of, ray_data
 from hsray.report import BuildReport, Receipt
 from hsray.request import Request, settle
-from hsray.shard import shard_schema
+from hsray.shard import FileFormat, shard_schema
 from hsray.sources import read_rows
 from hsray.store import Store
 from hsray.worker import CaptureJob, CaptureWorker
@@ -82,6 +82,7 @@ def build(
     duplicates: Literal["keep", "drop"] = "keep",
     sort: Literal["input", "length"] = "input",
     shard_bytes: int = 256 << 20,
+    file_format: FileFormat = "parquet",
     compression: str = "none",
     request_timeout_s: float = 1800.0,
     storage_options: Mapping[str, Any] | None = None,
@@ -108,7 +109,8 @@ def build(
             with shards of several passes.
         prefill_tokens: Tokens at which such a pass takes no more prompts.
         dtype: What the engine computes in and the states are stored in: ``"auto"`` (the checkpoint's),
-            ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+            ``"bfloat16"``, ``"float16"`` or ``"float32"``. With ``"float8_e4m3"`` they are computed in the checkpoint's and stored
+            in eight bits, each token scaled; a reader gives bfloat16.
         columns: What the rows call a shape's columns, where not by their own names, and their ids:
             ``{"question": "query", "answer": "reply", "id": "uuid"}``.
         chat_template: A file with a Jinja template in place of the tokenizer's own.
@@ -125,7 +127,8 @@ def build(
         sort: The order of the prompts: the ``"input"``'s, or by ``"length"``, the longest first.
         shard_bytes: States in one shard, about; an engine's host holds up to three of them (four with several requests
             in flight).
-        compression: Of the shards: ``"none"``, or ``"zstd:1"`` (any level up to 22).
+        file_format: Of the shards: ``"parquet"``, or ``"arrow"`` (IPC files, which training from a local disk maps).
+        compression: Of Parquet shards: ``"none"``, or ``"zstd:1"`` (any level up to 22).
         request_timeout_s: An engine that answers nothing for so long ends the build.
         storage_options: For the filesystem of `dataset` and `out`; never stored.
         trust_remote_code: Lets the model's own code run.
@@ -158,6 +161,7 @@ def build(
         duplicates=duplicates,
         sort=sort,
         shard_bytes=shard_bytes,
+        file_format=file_format,
         compression=compression,
         request_timeout_s=request_timeout_s,
         trust_remote_code=trust_remote_code,
@@ -171,7 +175,7 @@ def build(
         with _forgotten_on_error(manifest, store):
             manifest = _plan(manifest, dataset, store, request, storage_options, progress)
         planned = time.monotonic()
-        published = published_shards(store)
+        published = published_shards(store, manifest.identity.file_format)
         digests = check_shards(manifest, published, store)
         pending = pending_shards(manifest.plan, published)
         report = _report(manifest, store)
@@ -185,7 +189,7 @@ def build(
         store.sweep(folder)
     if manifest.state != "complete" or pending:
         manifest = complete(manifest, store, digests)
-    check_inventory(manifest, published_shards(store), store)
+    check_inventory(manifest, published_shards(store, manifest.identity.file_format), store)
     report.nbytes = sum(manifest.shard_file_bytes)
     report.elapsed_s = time.monotonic() - started
     logger.info("%s", report)
@@ -210,10 +214,10 @@ def _open_dataset(store: Store, wanted: Identity) -> Manifest:
     if manifest is not None and manifest.state != "planning":
         # Listed only where it decides: a large dataset's listing takes seconds.
         same = not identity_differences(manifest.identity, wanted)
-        if same or manifest.state == "complete" or published_shards(store):
+        if same or manifest.state == "complete" or published_shards(store, manifest.identity.file_format):
             check_identity(manifest.identity, wanted, store)
             return manifest
-    elif published_shards(store):
+    elif published_shards(store, wanted.file_format):
         raise ManifestError(
             f"{store.url!r} holds shards but no finished plan: another build may be planning there, or its manifest was "
             "lost; wait for it, restore the manifest, or give another out="
@@ -296,7 +300,7 @@ def _capture_job(
     about = {
         "format_version": "1",
         "layers": ",".join(map(str, identity.layers)),
-        "dtype": identity.dtype,
+        "dtype": identity.stored_dtype,
         "hidden_size": str(identity.hidden_size),
         "model": identity.model,
         "version": hsray.__version__,
@@ -318,7 +322,11 @@ def _capture_job(
         options=replace(options, num_buffers=options.shards_in_capture + num_writers),
         out=store.url,
         storage_options=storage_options,
-        schema=shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.dtype, metadata=about),
+        schema=shard_schema(
+            identity.layers, hidden_size=identity.hidden_size, dtype=identity.stored_dtype, metadata=about
+        ),
+        stored_dtype=identity.stored_dtype,
+        file_format=identity.file_format,
         compression=identity.compression,
         identity_digest=identity.digest,
     )

@@ -101,15 +101,15 @@ class Plan:
         return len(self.shard_tokens)
 
 
-def shard_name(shard: int) -> str:
-    """The object that holds a shard: ``shards/000012.parquet``."""
-    return f"shards/{shard:06d}.parquet"
+def shard_name(shard: int, file_format: str = "parquet") -> str:
+    """The object that holds a shard: ``shards/000012.parquet``, or ``.arrow``."""
+    return f"shards/{shard:06d}.{file_format}"
 
 
-def shard_number(name: str) -> int | None:
+def shard_number(name: str, file_format: str = "parquet") -> int | None:
     """The shard that a file of ``shards/`` holds; None for a file of another name."""
-    stem, _, suffix = name.partition(".")
-    if suffix != "parquet" or not stem.isdecimal() or shard_name(int(stem)) != f"shards/{name}":
+    stem, _, _ = name.partition(".")
+    if not stem.isdecimal() or shard_name(int(stem), file_format) != f"shards/{name}":
         return None
     return int(stem)
 

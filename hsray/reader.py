@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from hsray.layers import Layer, column_name
+from hsray.layers import Layer
 from hsray.manifest import ManifestError, check_inventory, load_manifest, published_shards
+from hsray.model import DTYPE_BYTES
+from hsray.shard import state_columns
 from hsray.shard_file import ShardFile
 from hsray.store import Store
 
@@ -32,6 +34,7 @@ def read(
     out: str | os.PathLike[str],
     *,
     layers: "Layer | Sequence[Layer] | None" = None,
+    dtype: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> "HiddenStates":
     """Opens a dataset that `hsray.build` made.
@@ -39,13 +42,18 @@ def read(
     Args:
         out: The dataset's folder.
         layers: The layers wanted, as they are named in the dataset; others are not read. By default all.
+        dtype: Of the states given: ``"bfloat16"``, ``"float16"`` or ``"float32"``. By default as they are stored, which copies
+            nothing, and bfloat16 where that is float8_e4m3.
         storage_options: For the filesystem of `out`.
 
     Raises:
         ManifestError: `out` holds no dataset, or one whose plan is not yet written.
         KeyError: a layer that the dataset does not have.
     """
-    return HiddenStates(Store(out, storage_options), [layers] if isinstance(layers, str | int | float) else layers)
+    if dtype not in (None, *DTYPE_BYTES):
+        raise ValueError(f"dtype={dtype!r}; wanted {', '.join(map(repr, DTYPE_BYTES))}, or none for what is stored")
+    wanted = [layers] if isinstance(layers, str | int | float) else layers
+    return HiddenStates(Store(out, storage_options), wanted, dtype)
 
 
 class HiddenStates:
@@ -55,7 +63,7 @@ class HiddenStates:
     to be this dataset's, or damaged, is a `ShardError` when it is first read.
     """
 
-    def __init__(self, store: Store, layers: "Sequence[Layer] | None"):
+    def __init__(self, store: Store, layers: "Sequence[Layer] | None", dtype: str | None = None):
         manifest = load_manifest(store)
         if manifest is None or manifest.plan is None:
             raise ManifestError(f"{store.url!r} holds no dataset that can be read yet; build it first")
@@ -65,8 +73,8 @@ class HiddenStates:
             raise KeyError(f"layers {missing} are not in {store.url!r}, which has {list(present)}")
         self.layers: tuple[Layer, ...] = tuple(layers) if layers is not None else present
         self.complete = manifest.state == "complete"
-        self._store = store
-        published = published_shards(store)
+        self._store, self._dtype = store, dtype
+        published = published_shards(store, manifest.identity.file_format)
         check_inventory(manifest, published, store)
         self.shards: tuple[int, ...] = tuple(sorted(set(published).intersection(range(manifest.plan.num_shards))))
         """Those that were there, by number."""
@@ -81,7 +89,7 @@ class HiddenStates:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One prompt: ``prompt_id``, ``input_ids`` int64 [T], ``loss_mask`` bool [T], ``hidden_states`` layer -> [T, D].
 
-        The states are in the dtype they were stored in, and views of the Arrow memory that was read: the prompt's row group.
+        States given as they are stored are views of the Arrow memory that was read: the prompt's row group.
         """
         shard, group, row = self._find(index)
         return self.read_group(shard, group).prompt(row)
@@ -107,7 +115,8 @@ class HiddenStates:
         """Packed batches of `batch_tokens` tokens, for training a drafter; a PyTorch ``IterableDataset``.
 
         Ranks, and a ``DataLoader``'s workers (use ``batch_size=None``), share the prompts without overlap or loss. Its
-        ``state_dict`` and ``load_state_dict`` continue exactly.
+        ``state_dict`` and ``load_state_dict`` continue exactly. Of workers that end with each pass every pass is the first:
+        ``persistent_workers=True`` keeps them.
 
         Args:
             batch_tokens: Tokens of a batch.
@@ -135,6 +144,8 @@ class HiddenStates:
         world_size: int = 1,
     ) -> "TokenStream":
         """Single tokens' states of a layer, [batch_size, D], shuffled across prompts, for training an autoencoder.
+
+        As with `stream`, ranks and workers share the tokens, and ``state_dict`` and ``load_state_dict`` continue exactly.
 
         Args:
             layer: One of `layers`; others are not read.
@@ -185,7 +196,7 @@ class HiddenStates:
 
         place, rows = self._last
         if place != (shard, group):
-            rows = RowGroup(self.open_shard(shard).read(group, self._columns), self.layers)
+            rows = RowGroup(self.open_shard(shard).read(group, self._columns), self.layers, self._dtype)
             self._last = (shard, group), rows
         return rows
 
@@ -195,7 +206,9 @@ class HiddenStates:
 
     @property
     def _columns(self) -> list[str]:
-        return ["prompt_id", "input_ids", "loss_mask", *map(column_name, self.layers)]
+        stored = self._manifest.identity.stored_dtype
+        states = [name for layer in self.layers for name in state_columns(layer, stored)]
+        return ["prompt_id", "input_ids", "loss_mask", *states]
 
     def _with_layers(self, layers: Sequence[Layer]) -> "HiddenStates":
         """The same snapshot with other layers."""

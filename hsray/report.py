@@ -1,8 +1,10 @@
 """What an actor says of a shard it published, and what a build says when it is done."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hsray.float8 import Rounding
 from hsray.layers import Layer
 
 
@@ -29,6 +31,8 @@ class Receipt:
     """Of the file; 0 if it was there already."""
     digest: str = ""
     """Of what it holds (`hsray.digest`)."""
+    rounding: str = "{}"
+    """What storing it in eight bits did, of each layer, as the file says it (`hsray.float8.Rounding`)."""
     wait_s: float = 0.0
     """The engine's, for a writer to give memory back."""
     capture_s: float = 0.0
@@ -75,6 +79,8 @@ class BuildReport:
     """Unix time at which the first new shard's capture began."""
     last_published_at: float = float("-inf")
     """Unix time at which the last new shard was published."""
+    rounding: dict[str, Rounding] = field(default_factory=dict)
+    """Of new shards in float8_e4m3, by layer: what that did to the states."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Of `ENGINE_PARTS` and `WRITER_PARTS`, summed over engines."""
 
@@ -89,6 +95,8 @@ class BuildReport:
         if receipt.captured:
             self.new_shards += 1
             self.new_tokens += receipt.tokens
+        for layer, values in json.loads(receipt.rounding).items():
+            self.rounding.setdefault(layer, Rounding()).add(Rounding(**values))
         for name in (*ENGINE_PARTS, *WRITER_PARTS):
             self.seconds[name] = self.seconds.get(name, 0.0) + getattr(receipt, f"{name}_s")
 
@@ -116,6 +124,10 @@ class BuildReport:
         lines.append(
             f"{self.new_shards:,} shards captured in this run: {self.new_tokens:,} tokens at {self.tokens_per_s:,.0f} tokens/s"
         )
+        for layer, rounding in self.rounding.items():
+            lines.append(
+                f"layer {layer} in eight bits: off by {rounding.mean:.2%} of a token, at worst {rounding.worst:.2%}"
+            )
         parts = {
             "plan": self.plan_s,
             "engine start": self.engine_start_s,

@@ -8,9 +8,10 @@ from typing import Any
 
 from hsray.chat import ChatOptions, check_template_kwargs
 from hsray.engine import MAX_REQUESTS_IN_FLIGHT, EngineName, check_engine_args
+from hsray.float8 import FLOAT8
 from hsray.layers import LayersSpec, resolve_layers
 from hsray.manifest import Identity
-from hsray.model import DTYPE_BYTES, ModelDescription, describe_model, tokenizer_digest
+from hsray.model import STORED_BYTES, ModelDescription, describe_model, tokenizer_digest
 from hsray.plan import PlanOptions
 from hsray.prompts import PromptOptions, load_chat_tokenizer
 from hsray.shapes import check_columns
@@ -45,7 +46,8 @@ class Request:
     @property
     def value_bytes_per_token(self) -> int:
         """Of one token's state of one layer."""
-        return self.identity.hidden_size * DTYPE_BYTES[self.identity.dtype]
+        scale_bytes = 4 * (self.identity.stored_dtype == FLOAT8)
+        return self.identity.hidden_size * STORED_BYTES[self.identity.stored_dtype] + scale_bytes
 
     @property
     def plan_options(self) -> PlanOptions:
@@ -80,6 +82,7 @@ def settle(
     duplicates: str,
     sort: str,
     shard_bytes: int,
+    file_format: str,
     compression: str,
     request_timeout_s: float,
     trust_remote_code: bool,
@@ -102,7 +105,7 @@ def settle(
         if value not in CHOICES[name]:
             raise ValueError(f"{name}={value!r}; wanted {' or '.join(map(repr, CHOICES[name]))}")
     check_engine_args(engine, engine_args or {})
-    codec(compression)
+    codec(compression, file_format)
     requests_in_flight = _count("requests_in_flight", requests_in_flight)
     prefill_tokens = _count("prefill_tokens", prefill_tokens)
     if not isinstance(request_timeout_s, int | float) or not request_timeout_s > 0:
@@ -117,7 +120,7 @@ def settle(
     shard_bytes = _count("shard_bytes", shard_bytes)
     columns, template_kwargs = dict(columns or {}), dict(template_kwargs or {})
     check_columns(columns)
-    description = describe_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    description = describe_model(model, dtype="auto" if dtype == FLOAT8 else dtype, trust_remote_code=trust_remote_code)
     max_tokens = description.max_tokens if max_tokens is None else _count("max_tokens", max_tokens)
     if max_tokens > description.max_tokens:
         raise ValueError(f"max_tokens={max_tokens}; the model's context is {description.max_tokens}: give 1 up to that")
@@ -148,12 +151,14 @@ def settle(
         hidden_size=description.hidden_size,
         layers=resolve_layers(layers, num_layers=description.num_layers),
         dtype=description.dtype,
+        stored_dtype=FLOAT8 if dtype == FLOAT8 else description.dtype,
         engine=engine,
         engine_args=dict(engine_args or {}),
         tensor_parallel=tensor_parallel,
         requests_in_flight=requests_in_flight,
         prefill_tokens=prefill_tokens,
         shard_bytes=shard_bytes,
+        file_format=file_format,
         compression=compression,
         max_tokens=max_tokens,
         too_long=chosen.pop("too_long"),

@@ -1,4 +1,4 @@
-"""The format: a schema, tensors to bytes and back, one shard to one Parquet file.
+"""The format: a schema, tensors to bytes and back, one shard to one Parquet or Arrow IPC file.
 
 One row is one prompt. A layer's column holds the prompt's states as one ``large_binary`` value: T x D numbers,
 row-major, little-endian, in the dtype that the field's metadata names; T is the column ``num_tokens``. Arrow and
@@ -6,25 +6,29 @@ Parquet have no bfloat16, and every other type for these numbers is slower, larg
 
     prompt_id: string   num_tokens: int32   input_ids: list<int32>   loss_mask: list<bool>   layer_<i>: large_binary
 
+States in ``float8_e4m3`` are to be multiplied by their token's scale, in a column ``scale_<i>: list<float32>`` beside each layer's.
+
 Field metadata of a layer: ``hsray.layer``, ``hsray.dtype``, ``hsray.hidden_size``. File metadata: ``hsray.*``, of which
 ``hsray.identity_digest`` and ``hsray.shard`` say which shard of which dataset it is, whatever the file is called, and
-``hsray.digest`` what its columns hold (`hsray.digest`).
+``hsray.digest`` what its columns hold (`hsray.digest`); ``hsray.rounding``, of each layer in ``float8_e4m3``, what that did.
 
 Shapes: T tokens of a prompt, S tokens of a shard, D hidden size.
 """
 
 import ctypes
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import IO, TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hsray.digest import content_digest
+from hsray.float8 import FLOAT8, to_float8
 from hsray.layers import Layer, column_name
-from hsray.model import DTYPE_BYTES
+from hsray.model import STORED_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 ROW_GROUP_BYTES = 16 << 20
 
 MAX_ZSTD_LEVEL = 22
+
+FileFormat = Literal["parquet", "arrow"]
 
 
 class ShardError(ValueError):
@@ -89,25 +95,38 @@ def shard_schema(
     for layer in layers:
         about = {"hsray.layer": str(layer), "hsray.dtype": dtype, "hsray.hidden_size": str(hidden_size)}
         fields.append(pa.field(column_name(layer), pa.large_binary(), nullable=False, metadata=about))
+        for name in state_columns(layer, dtype)[1:]:
+            fields.append(pa.field(name, pa.list_(pa.float32()), nullable=False))
     named = {f"hsray.{name}": value for name, value in (metadata or {}).items()}
     return pa.schema(fields, metadata=named)
 
 
+def state_columns(layer: Layer, dtype: str) -> list[str]:
+    """The columns of a layer's states: the numbers, and the scales of those that have them."""
+    numbers = column_name(layer)
+    return [numbers, numbers.replace("layer_", "scale_", 1)] if dtype == FLOAT8 else [numbers]
+
+
 def shard_table(prompts: ShardPrompts, states: "Mapping[Layer, torch.Tensor]", schema: pa.Schema) -> pa.Table:
-    """A shard as an Arrow table whose layer columns are views of `states` (layer -> [S, D], contiguous).
+    """A shard as an Arrow table whose layer columns are views of `states` (layer -> [S, D], contiguous), or made of them where
+    the schema says ``float8_e4m3``.
 
     Its metadata is the schema's, with the digest of what it holds.
 
     Raises:
         ShardError: a layer's shape is not [S, D], or a number is not finite; it names the prompt.
     """
-    ends = prompts.ends
+    ends, roundings = prompts.ends, {}
     columns = [prompts.prompt_ids, pa.array(prompts.lengths), prompts.input_ids, prompts.loss_masks]
     for layer, name in layer_columns(schema).items():
         hidden_SD, field = states[layer], schema.field(name)
         check_states(hidden_SD, layer, prompts, ends)
-        stored = (str(hidden_SD.dtype).removeprefix("torch."), hidden_SD.shape[1])
-        wanted = (field.metadata[b"hsray.dtype"].decode(), int(field.metadata[b"hsray.hidden_size"]))
+        dtype, scales = field.metadata[b"hsray.dtype"].decode(), []
+        if dtype == FLOAT8:
+            hidden_SD, scale_S, roundings[str(layer)] = to_float8(hidden_SD)
+            scales = [pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(scale_S.numpy()))]
+        stored = (FLOAT8 if scales else str(hidden_SD.dtype).removeprefix("torch."), hidden_SD.shape[1])
+        wanted = (dtype, int(field.metadata[b"hsray.hidden_size"]))
         if stored != wanted:
             raise ShardError(
                 f"layer {layer!r} of shard {prompts.shard}: {stored[0]} of width {stored[1]}; {wanted} wanted"
@@ -115,7 +134,11 @@ def shard_table(prompts: ShardPrompts, states: "Mapping[Layer, torch.Tensor]", s
         row_bytes = hidden_SD.shape[1] * hidden_SD.element_size()
         offsets = pa.py_buffer((ends * row_bytes).astype(np.int64))
         values = pa.py_buffer(_bytes_of(hidden_SD))
-        columns.append(pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(ends) - 1, [None, offsets, values]))
+        numbers = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(ends) - 1, [None, offsets, values])
+        columns += [numbers, *scales]
+    if roundings:
+        text = json.dumps({layer: asdict(rounding) for layer, rounding in roundings.items()})
+        schema = schema.with_metadata({**(schema.metadata or {}), b"hsray.rounding": text.encode()})
     return digested(pa.table(columns, schema=schema))
 
 
@@ -149,18 +172,26 @@ def all_finite(values: np.ndarray, dtype: str) -> bool:
     Infinity and the NaNs are the largest bit patterns of either sign, so two integer maxima tell: one pass each at
     memory speed, where `torch.isfinite` makes two temporaries (0.2 against 6 GB/s on one core, bfloat16).
     """
-    infinity = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}[dtype]
-    bits = 8 * DTYPE_BYTES[dtype]
+    infinity = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, FLOAT8: 0x7F}[dtype]  # float8: NaN alone
+    bits = 8 * STORED_BYTES[dtype]
     signed, unsigned = values.view(f"i{bits // 8}"), values.view(f"u{bits // 8}")
     return not len(signed) or bool(signed.max() < infinity and unsigned.max() < infinity + (1 << (bits - 1)))
 
 
-def write_table(table: pa.Table, sink: IO[bytes], *, compression: str = "none") -> None:
-    """Writes a shard's table as a Parquet file: one row group a prompt or up to `ROW_GROUP_BYTES`.
+def write_table(
+    table: pa.Table, sink: IO[bytes], *, compression: str = "none", file_format: FileFormat = "parquet"
+) -> None:
+    """Writes a shard's table as a file: Parquet, one row group a prompt or up to `ROW_GROUP_BYTES`, or Arrow IPC, one record
+    batch a prompt.
 
     `compression` is ``"none"`` or ``"zstd:LEVEL"``, see `codec`.
     """
-    name, level = codec(compression)
+    name, level = codec(compression, file_format)
+    if file_format == "arrow":
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            for batch in table.to_batches(max_chunksize=1):
+                writer.write_batch(batch)
+        return
     writer = pq.ParquetWriter(
         sink,
         table.schema,
@@ -176,12 +207,18 @@ def write_table(table: pa.Table, sink: IO[bytes], *, compression: str = "none") 
             writer.write_table(table.slice(start, stop - start), row_group_size=stop - start)
 
 
-def codec(compression: str) -> tuple[str, int | None]:
+def codec(compression: str, file_format: str) -> tuple[str, int | None]:
     """Parquet's codec and level for ``"none"`` or ``"zstd:LEVEL"``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or the file's format is not known or takes no compression.
     """
+    if file_format not in get_args(FileFormat):
+        raise ValueError(f"file_format={file_format!r}; wanted {' or '.join(map(repr, get_args(FileFormat)))}")
+    if file_format == "arrow" and compression != "none":
+        raise ValueError(
+            f"compression={compression!r} with file_format='arrow', which is there to be mapped as it is: leave one of them out"
+        )
     levels = {"none": ("none", None)} | {f"zstd:{level}": ("zstd", level) for level in range(1, MAX_ZSTD_LEVEL + 1)}
     if compression not in levels:
         raise ValueError(f"compression={compression!r}; wanted 'none' or 'zstd:1' to 'zstd:{MAX_ZSTD_LEVEL}'")
@@ -191,7 +228,7 @@ def codec(compression: str) -> tuple[str, int | None]:
 def row_groups(table: pa.Table) -> Iterator[tuple[int, int]]:
     """The row ranges that share a row group."""
     layers = [table.schema.field(name).metadata for name in table.column_names if name.startswith("layer_")]
-    row_bytes = sum(int(about[b"hsray.hidden_size"]) * DTYPE_BYTES[about[b"hsray.dtype"].decode()] for about in layers)
+    row_bytes = sum(int(about[b"hsray.hidden_size"]) * STORED_BYTES[about[b"hsray.dtype"].decode()] for about in layers)
     start = num_bytes = 0
     for row, num_tokens in enumerate(table["num_tokens"].to_pylist()):
         if row > start and num_bytes + num_tokens * row_bytes > ROW_GROUP_BYTES:
@@ -228,14 +265,15 @@ def to_tensor(column: pa.Array, field: pa.Field, num_tokens: int) -> "torch.Tens
     dtype, hidden_size = field.metadata[b"hsray.dtype"].decode(), int(field.metadata[b"hsray.hidden_size"])
     _, offsets_buffer, values_buffer = column.buffers()
     start, stop = np.frombuffer(offsets_buffer, np.int64)[[column.offset, column.offset + len(column)]].tolist()
-    wanted = num_tokens * hidden_size * DTYPE_BYTES[dtype]
+    wanted = num_tokens * hidden_size * STORED_BYTES[dtype]
     if stop - start != wanted or not 0 <= start <= stop <= values_buffer.size:
         raise ShardError(
             f"column {field.name!r}: {stop - start} bytes; {wanted} are {num_tokens} x {hidden_size} {dtype}"
         )
     memory = (ctypes.c_char * wanted).from_address(values_buffer.address + start)
     memory.owner = values_buffer  # ctypes holds an address, not its owner
-    return torch.frombuffer(memory, dtype=getattr(torch, dtype)).view(num_tokens, hidden_size)
+    kind = torch.float8_e4m3fn if dtype == FLOAT8 else getattr(torch, dtype)
+    return torch.frombuffer(memory, dtype=kind).view(num_tokens, hidden_size)
 
 
 def _bytes_of(tensor: "torch.Tensor") -> np.ndarray:

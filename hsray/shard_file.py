@@ -5,8 +5,6 @@ memory is taken for its columns; every value's length is compared with its promp
 out of a file: its columns have the plain types of the format, or it is refused.
 """
 
-import base64
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,19 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from hsray.containers import open_container
 from hsray.layers import column_name
-from hsray.model import DTYPE_BYTES
+from hsray.model import STORED_BYTES
 from hsray.plan import shard_name
 from hsray.shard import ShardError, shard_schema
 from hsray.store import Store
 
 #: A file that claims to hold more than so many times its bytes is refused; states compress to about 0.7.
 MAX_RATIO = 1000
-
-#: What Arrow reads of a file's end at first.
-TAIL_BYTES = 64 << 10
 
 REMEDY = "remove it, and build again to restore it"
 
@@ -40,15 +35,21 @@ class ExpectedShard:
     layers: tuple[int | str, ...]
     hidden_size: int
     dtype: str
+    file_format: str
     num_prompts: int
     num_tokens: int
     digest: str | None = None
     """None where no inventory says it yet."""
 
     @property
+    def name(self) -> str:
+        """Of its object."""
+        return shard_name(self.shard, self.file_format)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one token's state of one layer."""
-        return self.hidden_size * DTYPE_BYTES[self.dtype]
+        return self.hidden_size * STORED_BYTES[self.dtype]
 
 
 class ShardFile:
@@ -61,22 +62,19 @@ class ShardFile:
 
     def __init__(self, store: Store, expected: ExpectedShard):
         self.expected = expected
-        self.url = f"{store.url}/{shard_name(expected.shard)}"
-        self._source = store.open(shard_name(expected.shard))
+        self.url = f"{store.url}/{expected.name}"
+        self._source = store.open(expected.name)
         try:
             with _damage_named(self.url):
-                _refuse_extensions(self._source, self.url)
-                file = pq.ParquetFile(self._source, pre_buffer=True)
-                self._metadata = file.metadata
-                self.schema: pa.Schema = file.schema_arrow
+                self._file = open_container(store, expected.name, self._source, expected.file_format)
+                self.schema: pa.Schema = self._file.schema
                 self._check_labels()
                 self._check_schema()
-                rows = self._check_claims(self._source.size())
+                self._check_claims(self._source.size())
         except BaseException:
             self._source.close()
             raise
-        self._idle = [file]
-        self.group_starts = np.cumsum([0, *rows])
+        self.group_starts = np.cumsum([0, *self._file.group_rows])
         """The row at which each row group begins, and the number of rows: int64 [groups + 1]."""
 
     @property
@@ -101,13 +99,8 @@ class ShardFile:
             ShardError: they are damaged.
         """
         names = ["num_tokens", *(name for name in columns if name != "num_tokens")]
-        try:
-            file = self._idle.pop()
-        except IndexError:  # others are reading; a reader of Arrow's is for one thread
-            file = pq.ParquetFile(self._source, metadata=self._metadata, pre_buffer=True)
         with _damage_named(self.url):
-            table = file.read_row_group(group, columns=names, use_threads=False).combine_chunks()
-        self._idle.append(file)
+            table = self._file.read(group, names)
         self._check_lengths(table)
         return table
 
@@ -132,7 +125,7 @@ class ShardFile:
                 raise ShardError(
                     f"{self.url} is not of this dataset: its {name} is {found!r}; {wanted!r} wanted: {REMEDY}"
                 )
-        num_rows = self._metadata.num_rows
+        num_rows = sum(self._file.group_rows)
         if num_rows != expected.num_prompts:
             raise ShardError(f"{self.url} holds {num_rows} prompts; the plan says {expected.num_prompts}: {REMEDY}")
 
@@ -150,32 +143,22 @@ class ShardFile:
                     f"{REMEDY}"
                 )
 
-    def _check_claims(self, file_bytes: int) -> list[int]:
-        """Before anything is allocated for them: the sizes that the footer claims are the plan's. Gives each group's rows."""
-        expected, metadata = self.expected, self._metadata
+    def _check_claims(self, file_bytes: int) -> None:
+        """Before anything is allocated for them: the sizes that the file claims are the plan's."""
+        expected = self.expected
         state_bytes = expected.num_tokens * expected.row_bytes
-        slack = 1024 * (expected.num_prompts + metadata.num_row_groups)
+        slack = 1024 * (expected.num_prompts + len(self._file.group_rows))
         limits = {column_name(layer): state_bytes + slack for layer in expected.layers}
-        claimed = dict.fromkeys(self.schema.names, 0)
-        groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-        for group in groups:
-            # Each column, lists too, is one in the file, in the schema's order.
-            for name, chunk in zip(self.schema.names, map(group.column, range(group.num_columns)), strict=True):
-                claimed[name] += chunk.total_uncompressed_size
-                if min(group.num_rows, chunk.total_uncompressed_size, chunk.total_compressed_size) < 0:
-                    raise ShardError(f"{self.url} claims a negative number of rows or bytes; {REMEDY}")
-        rows = [group.num_rows for group in groups]
-        for name, num_bytes in claimed.items():
+        for name, num_bytes in self._file.claims().items():
             if num_bytes > limits.get(name, MAX_RATIO * file_bytes):
                 raise ShardError(
                     f"{self.url}, column {name!r}: it claims {num_bytes} bytes, more than it can have; {REMEDY}"
                 )
-        if sum(rows) != expected.num_prompts or state_bytes * len(expected.layers) > MAX_RATIO * file_bytes:
+        if state_bytes * len(expected.layers) > MAX_RATIO * file_bytes:
             raise ShardError(
-                f"{self.url} of {file_bytes} bytes claims {sum(rows)} prompts, {expected.num_tokens} tokens of "
-                f"{expected.row_bytes} bytes; the plan says {expected.num_prompts} prompts: {REMEDY}"
+                f"{self.url} of {file_bytes} bytes claims {expected.num_prompts} prompts, {expected.num_tokens} tokens of "
+                f"{expected.row_bytes} bytes: {REMEDY}"
             )
-        return rows
 
     def _check_lengths(self, table: pa.Table) -> None:
         num_tokens = table["num_tokens"]
@@ -192,23 +175,6 @@ class ShardFile:
                     f"{self.url}, column {name!r}: {lengths[wrong]} {unit}; {wanted[wrong]} are a prompt's of "
                     f"{num_tokens[wrong]} tokens: {REMEDY}"
                 )
-
-
-def _refuse_extensions(source: pa.NativeFile, url: str) -> None:
-    """Raises ShardError for a file with Arrow extension types, before Arrow asks who registered them to read their metadata.
-
-    Arrow's schema is in the footer as base64. Ray before 2.55, for one, unpickled what it found there.
-    """
-    file_bytes = source.size()
-    tail = source.read_at(min(TAIL_BYTES, file_bytes), max(0, file_bytes - TAIL_BYTES))
-    footer_bytes = int.from_bytes(tail[-8:-4], "little")
-    if len(tail) < footer_bytes + 8 <= file_bytes:
-        tail = source.read_at(footer_bytes + 8, file_bytes - footer_bytes - 8)
-    for text in re.findall(rb"[A-Za-z0-9+/]{40,}", tail[-8 - footer_bytes :]):
-        for start in range(4):  # where it begins among letters and digits of something else
-            whole = text[start : start + (len(text) - start) // 4 * 4]
-            if b"ARROW:extension" in base64.b64decode(whole):
-                raise ShardError(f"{url} has columns of an extension type, which no shard has; {REMEDY}")
 
 
 def check_shard(store: Store, expected: ExpectedShard) -> str:

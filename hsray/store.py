@@ -86,6 +86,14 @@ class Store:
         # What is asked for and no more: fsspec's cache would read 50 MB on, past the column or the row group.
         return pa.PythonFile(self._fs.open(self.path(name), "rb", cache_type="none"), "r")
 
+    def open_private(self, name: str) -> pa.NativeFile:
+        """A local object, mapped: reading copies nothing, and what is written to the memory stays the reader's own."""
+        import torch
+
+        path = self.path(name)
+        pages = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
+        return pa.BufferReader(pa.py_buffer(pages.numpy()))
+
     def publish(self, name: str, data: bytes) -> None:
         """Makes `data` the object's whole content, at once."""
         with self.staged(name) as sink:

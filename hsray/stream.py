@@ -10,7 +10,7 @@ Shapes: B tokens of a batch, S tokens of a row group, D hidden size.
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import pyarrow as pa
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from hsray.batch_memory import ALIGNMENT, Memories, SharedBatch, SharedMemory
 from hsray.layers import Layer
 from hsray.row_group import RowGroup
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 #: Shards whose row groups are shuffled together.
 BLOCK_SHARDS = 4
+
+#: Of a packed batch, beside the states.
+COLUMNS = ("input_ids", "loss_mask", "document_ids", "position_ids")
 
 #: Row groups read ahead of the one in use, and threads that read them.
 PREFETCHED_GROUPS, READERS = 3, 2
@@ -126,6 +130,8 @@ class PackedStream(IterableDataset):
             raise ValueError(f"batch_tokens={batch_tokens}; give a whole number from 1 up")
         self._share, self._batch_tokens = share, batch_tokens
         self._next = Position()
+        self._memories = Memories()
+        """Of this process, where it is a ``DataLoader``'s worker."""
 
     def state_dict(self) -> dict[str, int]:
         """Where the stream stands: after the batch that it gave last, in this process."""
@@ -137,7 +143,7 @@ class PackedStream(IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         start = self._next
-        batch = _Batch(self._batch_tokens)
+        batch = _Batch(self._batch_tokens, self._memories if get_worker_info() else None)
         for unit in self._share.units(start):
             resumed = (unit.position.block, unit.position.unit) == (start.block, start.unit)
             for prompt in range(start.prompt if resumed else 0, len(unit.order)):
@@ -155,12 +161,12 @@ class PackedStream(IterableDataset):
 
 
 class _Batch:
-    """A batch being filled."""
+    """A batch being filled: its columns, and its layers, in one memory."""
 
-    def __init__(self, batch_tokens: int):
-        self._batch_tokens = batch_tokens
-        self._columns: dict[str, torch.Tensor] = {}
-        self._states: dict[Layer, torch.Tensor] = {}
+    def __init__(self, batch_tokens: int, memories: Memories | None):
+        self._batch_tokens, self._memories = batch_tokens, memories
+        self._shared: SharedMemory | None = None
+        self._rows: dict[Layer, torch.Tensor] = {}
         self.num_tokens = 0
 
     @property
@@ -174,44 +180,45 @@ class _Batch:
             self._begin(group)
         count = min(int(group.ends[row + 1]) - at, self._batch_tokens - self.num_tokens)
         here, there = slice(self.num_tokens, self.num_tokens + count), slice(at, at + count)
-        self._columns["input_ids"][here] = group.input_ids[there]
-        self._columns["loss_mask"][here] = group.loss_mask[there]
-        self._columns["document_ids"][here] = unit.first_prompt + row
         first = at - int(group.ends[row])
-        self._columns["position_ids"][here] = torch.arange(first, first + count)
-        for layer, hidden_SD in group.states.items():
-            self._states[layer][here] = hidden_SD[there]
+        self._rows["document_ids"][here] = unit.first_prompt + row
+        self._rows["position_ids"][here] = torch.arange(first, first + count)
+        for name, values_S in {"input_ids": group.input_ids, "loss_mask": group.loss_mask, **group.states}.items():
+            self._rows[name][here] = values_S[there]
         self.num_tokens += count
         return count
 
     def take(self) -> dict[str, Any]:
         """The batch, as it is; the next begins empty."""
-        rows = slice(0, self.num_tokens)
+        states = {name: values[None, : self.num_tokens] for name, values in self._rows.items()}
         self.num_tokens = 0
-        columns = {name: values[None, rows] for name, values in self._columns.items()}
-        return {**columns, "hidden_states": {layer: states[None, rows] for layer, states in self._states.items()}}
+        content: dict[str, Any] = {name: states.pop(name) for name in COLUMNS}
+        content["hidden_states"] = states
+        return content if self._shared is None else SharedBatch(content, self._shared)
 
     def _begin(self, group: RowGroup) -> None:
-        """New memory: what was given is the user's."""
-        size = self._batch_tokens
-        whole = ("input_ids", "document_ids", "position_ids")
-        self._columns = {name: torch.empty(size, dtype=torch.int64) for name in whole}
-        self._columns["loss_mask"] = torch.empty(size, dtype=torch.bool)
-        # From Arrow's pool, which keeps what is given back: a core fills fresh pages at 1 GB/s here, used ones at 8.
-        self._states = {layer: _pooled(size, like=states) for layer, states in group.states.items()}
-
-
-def _pooled(num_rows: int, *, like: torch.Tensor) -> torch.Tensor:
-    """An uninitialised tensor of so many of a tensor's rows."""
-    memory = pa.allocate_buffer(num_rows * like.shape[1] * like.element_size(), resizable=False)
-    return torch.frombuffer(memory, dtype=like.dtype).view(num_rows, like.shape[1])
+        """Other memory: what was given is the user's."""
+        ids_S = group.input_ids
+        likes = dict(zip(COLUMNS, (ids_S, group.loss_mask, ids_S, ids_S), strict=True)) | group.states
+        sizes = [self._batch_tokens * like[:1].nbytes for like in likes.values()]
+        starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
+        if self._memories is None:
+            # From Arrow's pool, which keeps what is given back: a core fills fresh pages at 1 GB/s here, used ones at 8.
+            memory = torch.frombuffer(pa.allocate_buffer(starts[-1], resizable=False), dtype=torch.uint8)
+        else:
+            self._shared = self._memories.free(starts[-1])
+            memory = self._shared.take()
+        for (name, like), start, size in zip(likes.items(), starts, sizes, strict=False):
+            values = memory[start : start + size].view(like.dtype)
+            self._rows[name] = values.view(self._batch_tokens, *like.shape[1:])
 
 
 class TokenStream(IterableDataset):
     """Batches of single tokens' states of one layer, [batch_size, D], shuffled across prompts; the last may be smaller.
 
-    A buffer of `shuffle_buffer` states is filled from row groups in a shuffled order; whenever it is full a random half of
-    it is given. Each iteration is a pass over the dataset, in another order.
+    A buffer of up to `shuffle_buffer` states, whole batches, is filled from row groups in a shuffled order, and given in a
+    random one; so a place in the stream is where the buffer began, and how much of it was given. Each iteration is a pass
+    over the dataset, in another order.
     """
 
     def __init__(
@@ -223,13 +230,24 @@ class TokenStream(IterableDataset):
                 "the buffer, and 0 or more to skip"
             )
         self._share, self._layer = share, layer
-        self._batch_size, self._shuffle_buffer = batch_size, shuffle_buffer
+        self._batch_size, self._buffer_tokens = batch_size, shuffle_buffer // batch_size * batch_size
         self._only_loss_mask, self._skip_first = only_loss_mask, skip_first
-        self._epoch = 0
+        self._begun, self._given = Position(), 0
+        """Where the buffer begins, `Position.token` counting the wanted ones of its row group; batches of it given."""
         self.num_tokens = 0
-        """Given so far, in this process; `mean` and `mean_norm` are over these."""
+        """Given so far, in this process and before its state; `mean` and `mean_norm` are over these."""
         self._sum_D: torch.Tensor | None = None
         self._sum_of_norms = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands: after the batch that it gave last, in this process; and what `mean` is made of."""
+        sums = {"num_tokens": self.num_tokens, "sum": self._sum_D, "sum_of_norms": self._sum_of_norms}
+        return {"begun": asdict(self._begun), "given": self._given, **sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a stream of the same dataset, options, rank and workers stood; it fills the buffer again first."""
+        self._begun, self._given = Position(**state["begun"]), state["given"]
+        self.num_tokens, self._sum_D, self._sum_of_norms = state["num_tokens"], state["sum"], state["sum_of_norms"]
 
     @property
     def mean(self) -> torch.Tensor:
@@ -242,25 +260,22 @@ class TokenStream(IterableDataset):
         return self._sum_of_norms / self.num_tokens
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        chosen = torch.Generator().manual_seed(int(np.random.default_rng([self._share.seed, epoch]).integers(2**62)))
-        buffer_ND, filled = None, 0
-        for unit in self._share.units(Position(epoch=epoch)):
+        start, buffer_ND, filled = self._begun, None, 0
+        for unit in self._share.units(start):
             states_SD = self._wanted(unit.group)
             if buffer_ND is None:
-                buffer_ND = states_SD.new_empty(self._shuffle_buffer, states_SD.shape[1])
-            while len(states_SD):
-                taken = states_SD[: self._shuffle_buffer - filled]
-                buffer_ND[filled : filled + len(taken)] = taken
-                filled, states_SD = filled + len(taken), states_SD[len(taken) :]
-                if filled == self._shuffle_buffer:
-                    order = torch.randperm(filled, generator=chosen)
-                    given = -(-filled // 2 // self._batch_size) * self._batch_size
-                    yield from self._batches(buffer_ND, order[:given])
-                    filled -= given
-                    buffer_ND[:filled] = buffer_ND[order[given:]]
+                buffer_ND = states_SD.new_empty(self._buffer_tokens, states_SD.shape[1])
+            at = start.token if (unit.position.block, unit.position.unit) == (start.block, start.unit) else 0
+            while at < len(states_SD):
+                taken_ND = states_SD[at : at + self._buffer_tokens - filled]
+                buffer_ND[filled : filled + len(taken_ND)] = taken_ND
+                filled, at = filled + len(taken_ND), at + len(taken_ND)
+                if filled == self._buffer_tokens:
+                    yield from self._batches(buffer_ND)
+                    self._begun, self._given, filled = replace(unit.position, token=at), 0, 0
         if filled:
-            yield from self._batches(buffer_ND, torch.randperm(filled, generator=chosen))
+            yield from self._batches(buffer_ND[:filled])
+        self._begun, self._given = Position(epoch=start.epoch + 1), 0
 
     def _wanted(self, group: RowGroup) -> torch.Tensor:
         keep_S = group.loss_mask.clone() if self._only_loss_mask else torch.ones_like(group.loss_mask)
@@ -268,12 +283,15 @@ class TokenStream(IterableDataset):
             keep_S[begin : min(end, begin + self._skip_first)] = False
         return group.states[self._layer][keep_S]
 
-    def _batches(self, buffer_ND: torch.Tensor, order: torch.Tensor) -> Iterator[torch.Tensor]:
-        for rows in order.split(self._batch_size):
+    def _batches(self, buffer_ND: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Those of the buffer that were not given yet."""
+        order = np.random.default_rng([self._share.seed, *astuple(self._begun)]).permutation(len(buffer_ND))
+        for rows in torch.from_numpy(order).split(self._batch_size)[self._given :]:
             states_BD = buffer_ND[rows]
             numbers_BD = states_BD.float()
             sum_D = numbers_BD.sum(dim=0, dtype=torch.float64)
             self._sum_D = sum_D if self._sum_D is None else self._sum_D + sum_D
             self._sum_of_norms += float(numbers_BD.norm(dim=1).sum(dtype=torch.float64))
             self.num_tokens += len(rows)
+            self._given += 1
             yield states_BD

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: How far a prompt's states may be from the reference's (`hsray.faults.Comparison.misfit`), by the dtype they are stored in:
 #: a few times what a dense model's own rounding comes to. Where it comes to more, the reference is asked how much.
-TOLERANCE = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 6e-2}
+TOLERANCE = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 6e-2, "float8_e4m3": 1.2e-1}
 
 #: What leaves a prompt's states comparable.
 ROW_FAULTS = ("not finite", "zeros")
@@ -141,7 +141,7 @@ def verify(
     if description is not None:
         report.faults += _check_model(manifest.identity, description, trust_remote_code)
     norm = _load_norm(manifest.identity, description, trust_remote_code, report)
-    allowed = tolerance or TOLERANCE[manifest.identity.dtype]
+    allowed = tolerance or TOLERANCE[manifest.identity.stored_dtype]
     sound = []
     for index in chosen:
         faults = _check_alone(dataset, index, planned[index], description, norm, allowed)
@@ -202,7 +202,7 @@ def _without_echoes(alone: Sequence[Fault], compared: Sequence[Fault], *, last: 
 
 def _read_plan(manifest: Manifest, store: Store, chosen: Sequence[int]) -> dict[int, Planned]:
     """The prompts of the shards that hold the chosen ones, by their place among the published prompts."""
-    published = sorted(published_shards(store))
+    published = sorted(published_shards(store, manifest.identity.file_format))
     starts = np.cumsum([0, *(manifest.plan.shard_prompts[shard] for shard in published)])
     wanted = {published[at]: int(starts[at]) for at in np.searchsorted(starts, chosen, side="right") - 1}
     planned = {}
@@ -256,7 +256,7 @@ def _load_norm(
     if description is None:
         return None
     try:
-        return load_final_norm(description.model, dtype=identity.dtype, trust_remote_code=trust_remote_code)
+        return load_final_norm(description.model, dtype=identity.read_dtype, trust_remote_code=trust_remote_code)
     except (NormError, CaptureError) as error:
         report.unchecked.append(f"'final' against the final norm of layer N-1: {error}")
         return None

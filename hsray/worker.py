@@ -17,7 +17,7 @@ import pyarrow as pa
 from hsray.engine import CaptureError, EngineDied, EngineName, EngineOptions, ShardBuffer, open_engine
 from hsray.plan import shard_name
 from hsray.report import Receipt
-from hsray.shard import ShardPrompts, shard_table, stamped, write_table
+from hsray.shard import FileFormat, ShardPrompts, shard_table, stamped, write_table
 from hsray.shard_file import ExpectedShard, check_shard
 from hsray.store import Store
 
@@ -31,6 +31,8 @@ class CaptureJob:
     out: str
     storage_options: Mapping[str, Any] | None = field(repr=False)
     schema: pa.Schema
+    stored_dtype: str
+    file_format: FileFormat
     compression: str
     identity_digest: str
 
@@ -74,7 +76,7 @@ class CaptureWorker:
             started_at=time.time(),
             published_at=time.time(),
         )
-        if self._store.exists(shard_name(prompts.shard)):
+        if self._store.exists(shard_name(prompts.shard, self._job.file_format)):
             return replace(receipt, digest=check_shard(self._store, self._expected(receipt)))
         buffer, receipt = self._capture(prompts, receipt)
         try:
@@ -89,7 +91,8 @@ class CaptureWorker:
             identity_digest=self._job.identity_digest,
             layers=self._job.options.layers,
             hidden_size=model.hidden_size,
-            dtype=model.dtype,
+            dtype=self._job.stored_dtype,
+            file_format=self._job.file_format,
             num_prompts=receipt.prompts,
             num_tokens=receipt.tokens,
         )
@@ -120,14 +123,15 @@ class CaptureWorker:
         schema = stamped(self._schema, shard=prompts.shard, identity_digest=self._job.identity_digest)
         table = shard_table(prompts, buffer.states, schema)
         checked = time.monotonic()
-        with self._store.staged(shard_name(prompts.shard)) as sink:
-            write_table(table, sink, compression=self._job.compression)
+        with self._store.staged(shard_name(prompts.shard, self._job.file_format)) as sink:
+            write_table(table, sink, compression=self._job.compression, file_format=self._job.file_format)
             nbytes, written = sink.tell(), time.monotonic()
         published = time.monotonic()
         return replace(
             receipt,
             nbytes=nbytes,
             digest=table.schema.metadata[b"hsray.digest"].decode(),
+            rounding=table.schema.metadata.get(b"hsray.rounding", b"{}").decode(),
             published_at=time.time(),
             check_s=checked - begun,
             write_s=written - checked,

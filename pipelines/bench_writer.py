@@ -56,7 +56,7 @@ def write_ours(table: pa.Table, folder: str, compression: str) -> None:
 
 def write_theirs(table: pa.Table, folder: str, compression: str) -> None:
     """pyarrow's fastest: no dictionary, no statistics."""
-    name, level = codec(compression)
+    name, level = codec(compression, "parquet")
     path = f"{folder}/shard.parquet"
     pq.write_table(table, path, compression=name, compression_level=level, use_dictionary=False, write_statistics=False)
 

@@ -81,8 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         default="auto",
-        choices=["auto", "bfloat16", "float16", "float32"],
-        help="what the engine computes in and the states are stored in; auto is the checkpoint's own",
+        choices=["auto", "bfloat16", "float16", "float32", "float8_e4m3"],
+        help="what the engine computes in and the states are stored in; auto is the checkpoint's own, and float8_e4m3 computes in "
+        "that and stores eight bits, each token scaled",
     )
     add(
         "--columns",
@@ -144,7 +145,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="BYTES",
         help="states in one shard, about; 256MiB, 1GB",
     )
-    add("--compression", default="none", help="of the shards: none, or zstd:LEVEL")
+    add(
+        "--file-format",
+        default="parquet",
+        choices=["parquet", "arrow"],
+        help="of the shards; arrow files (IPC) are mapped by training from a local disk, and take no compression",
+    )
+    add("--compression", default="none", help="of Parquet shards: none, or zstd:LEVEL")
     add(
         "--request-timeout-s",
         type=float,

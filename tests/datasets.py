@@ -18,6 +18,7 @@ from hsray.model import DTYPE_BYTES, describe_model, load_tokenizer, tokenizer_d
 from hsray.plan import Plan, PlanOptions, read_plan_file, shard_name, write_plan
 from hsray.prompts import PROMPTS_SCHEMA
 from hsray.shard import (
+    FileFormat,
     ShardPrompts,
     digested,
     layer_columns,
@@ -40,6 +41,8 @@ def make_dataset(
     lengths: Sequence[int],
     layers: Sequence[Layer | str],
     dtype: str = "float32",
+    stored_dtype: str | None = None,
+    file_format: FileFormat = "parquet",
     compression: str = "none",
     shard_tokens: int = 60,
     seed: int = 0,
@@ -57,12 +60,14 @@ def make_dataset(
         hidden_size=description.hidden_size,
         layers=resolved,
         dtype=dtype,
+        stored_dtype=stored_dtype or dtype,
         engine="transformers",
         engine_args={},
         tensor_parallel=1,
         requests_in_flight=1,
         prefill_tokens=16_384,
         shard_bytes=shard_tokens * value_bytes * len(resolved),
+        file_format=file_format,
         compression=compression,
         max_tokens=1024,
         too_long="error",
@@ -115,11 +120,11 @@ def planned_shards(store: Store, plan: Plan) -> list[ShardPrompts]:
 def _write(store: Store, manifest: Manifest, prompts: ShardPrompts, states: States) -> str:
     """Publishes a shard; gives its digest."""
     identity = manifest.identity
-    schema = shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.dtype)
+    schema = shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.stored_dtype)
     schema = stamped(schema, shard=prompts.shard, identity_digest=identity.digest)
     table = shard_table(prompts, states, schema)
-    with store.staged(shard_name(prompts.shard)) as sink:
-        write_table(table, sink, compression=identity.compression)
+    with store.staged(manifest.shard_name(prompts.shard)) as sink:
+        write_table(table, sink, compression=identity.compression, file_format=identity.file_format)
     return table.schema.metadata[b"hsray.digest"].decode()
 
 

@@ -1,10 +1,12 @@
 """An S3 server over HTTP on loopback, and a proxy before it that breaks what goes through."""
 
+import json
 import random
 import socket
 import struct
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,6 +93,37 @@ def _pump(source: socket.socket, sink: socket.socket, left: list[int], moved: li
             end.shutdown(socket.SHUT_RDWR)
         except OSError:
             continue
+
+
+READ_ONLY = {
+    "Version": "2012-10-17",
+    "Statement": [{"Effect": "Allow", "Action": ["s3:Get*", "s3:List*"], "Resource": "*"}],
+}
+
+
+@contextmanager
+def reader_of(endpoint: str) -> Iterator[dict[str, Any]]:
+    """Storage options of a user who may read and not write; meanwhile the server asks everybody who they are."""
+    import boto3
+
+    keys = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET, "region_name": "us-east-1"}
+    iam = boto3.client("iam", endpoint_url=endpoint, **keys)
+    iam.create_user(UserName="reader")
+    iam.put_user_policy(UserName="reader", PolicyName="read", PolicyDocument=json.dumps(READ_ONLY))
+    key = iam.create_access_key(UserName="reader")["AccessKey"]
+    before = _ask_after(endpoint, "0")
+    try:
+        yield options_for(endpoint) | {"key": key["AccessKeyId"], "secret": key["SecretAccessKey"]}
+    finally:
+        _ask_after(endpoint, before)
+
+
+def _ask_after(endpoint: str, num_requests: str) -> str:
+    """Sets after how many requests the server asks who is there; gives what was set before."""
+    words, plain = num_requests.encode(), {"Content-Type": "text/plain"}  # a form's words would not arrive
+    request = urllib.request.Request(f"{endpoint}/moto-api/reset-auth", words, plain, method="POST")
+    with urllib.request.urlopen(request) as answer:
+        return str(json.loads(answer.read())["PREVIOUS_INITIAL_NO_AUTH_ACTION_COUNT"])
 
 
 @contextmanager

@@ -12,9 +12,9 @@ import torch
 
 from hsray.layers import Layer
 from hsray.manifest import Identity, Manifest, complete
-from hsray.plan import PlanOptions, read_plan_file, shard_name, write_plan
+from hsray.plan import PlanOptions, read_plan_file, write_plan
 from hsray.prompts import PROMPTS_SCHEMA
-from hsray.shard import ShardPrompts, shard_schema, shard_table, stamped, write_table
+from hsray.shard import FileFormat, ShardPrompts, shard_schema, shard_table, stamped, write_table
 from hsray.store import Store
 
 LAYERS: tuple[Layer, ...] = ("embed", 3, "final")
@@ -45,6 +45,8 @@ def plan_prompts(
     out: Path | str,
     shard_tokens: int = 40,
     compression: str = "none",
+    file_format: FileFormat = "parquet",
+    stored_dtype: str | None = None,
     **storage_options: object,
 ) -> tuple[Store, Manifest]:
     """A dataset with its plan and no shard yet."""
@@ -60,11 +62,13 @@ def plan_prompts(
         hidden_size=hidden_TD.shape[1],
         layers=LAYERS,
         dtype=str(hidden_TD.dtype).removeprefix("torch."),
+        stored_dtype=stored_dtype or str(hidden_TD.dtype).removeprefix("torch."),
         engine="transformers",
         engine_args={},
         tensor_parallel=1,
         requests_in_flight=1,
         prefill_tokens=16_384,
+        file_format=file_format,
         compression=compression,
         shard_bytes=shard_tokens * bytes_per_token,
         max_tokens=1024,
@@ -101,11 +105,11 @@ def publish_shard(store: Store, manifest: Manifest, prompts: Sequence[dict], sha
     wanted = [prompt["hidden_states"] for prompt in prompts if prompt["prompt_id"] in ids]
     states = {layer: torch.cat([states[layer] for states in wanted]) for layer in LAYERS}
     identity = manifest.identity
-    schema = shard_schema(LAYERS, hidden_size=identity.hidden_size, dtype=identity.dtype)
+    schema = shard_schema(LAYERS, hidden_size=identity.hidden_size, dtype=identity.stored_dtype)
     schema = stamped(schema, shard=shard, identity_digest=manifest.identity.digest)
     table = shard_table(listed, states, schema)
-    with store.staged(shard_name(shard)) as sink:
-        write_table(table, sink, compression=identity.compression)
+    with store.staged(manifest.shard_name(shard)) as sink:
+        write_table(table, sink, compression=identity.compression, file_format=identity.file_format)
     return table.schema.metadata[b"hsray.digest"].decode()
 
 

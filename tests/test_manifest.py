@@ -31,10 +31,12 @@ IDENTITY = Identity(
     hidden_size=128,
     layers=("embed", 9, "final"),
     dtype="bfloat16",
+    stored_dtype="bfloat16",
     engine="sglang",
     tensor_parallel=1,
     requests_in_flight=1,
     prefill_tokens=16_384,
+    file_format="parquet",
     compression="none",
     engine_args={"seed": 2, "nested": {"names": ["a", "b"]}},
     shard_bytes=1 << 20,
@@ -131,11 +133,13 @@ CHANGED = {
     "hidden_size": 256,
     "layers": ("embed", 10, "final"),
     "dtype": "float16",
+    "stored_dtype": "float8_e4m3",
     "engine": "transformers",
     "engine_args": {},
     "tensor_parallel": 2,
     "requests_in_flight": 4,
     "prefill_tokens": 8192,
+    "file_format": "arrow",
     "compression": "zstd:1",
     "shard_bytes": 1 << 21,
     "max_tokens": 8192,
@@ -194,7 +198,7 @@ DAMAGED = {
     "another JSON file": '{"name": "something else"}',
     "not UTF-8": b'{"format": "\xff"}',
     "another format": changed(COMPLETE, "format", to="hsrax"),
-    "a later version": changed(COMPLETE, "format_version", to=3),
+    "a later version": changed(COMPLETE, "format_version", to=99),
     "no identity": changed(COMPLETE, "identity", to=...),
     "an unknown state": changed(COMPLETE, "state", to="done"),
     "an unknown identity": changed(COMPLETE, "identity", "colour", to="red"),
@@ -275,15 +279,15 @@ def test_a_file_among_the_shards_that_is_none_is_refused_by_name(tmp_path, name)
     publish_shards(store, 0)
     store.publish(f"shards/{name}", b"x")
     with pytest.raises(ManifestError, match=rf"shards/{re.escape(name)} is not of this dataset; move it away"):
-        published_shards(store)
+        published_shards(store, "parquet")
 
 
 def test_published_shards_are_numbers_with_their_bytes(tmp_path):
     store = Store(tmp_path)
-    assert published_shards(store) == {}
+    assert published_shards(store, "parquet") == {}
     publish_shards(store, 2, 0, 1_000_000)
     (tmp_path / "shards/.hsray-tmp-0123").write_text("half")
-    assert published_shards(store) == {0: 1, 2: 3, 1_000_000: 1_000_001}
+    assert published_shards(store, "parquet") == {0: 1, 2: 3, 1_000_000: 1_000_001}
 
 
 @given(st.sets(st.integers(0, 2)))

@@ -10,7 +10,7 @@ import hsray
 from hsray.audit import check
 from hsray.store import Store
 from tests.builds import build_tiny, unique_prompts
-from tests.s3 import KEY, SECRET, FaultProxy, options_for, s3_server
+from tests.s3 import KEY, SECRET, FaultProxy, options_for, reader_of, s3_server
 from tests.synthetic import LENGTHS, assert_same, make_prompts, write_dataset
 
 
@@ -28,6 +28,9 @@ def options(endpoint) -> dict:
 def port_of(endpoint: str) -> int:
     return int(re.search(r":(\d+)$", endpoint)[1])
 
+
+#: For a client that is to give up a stalled answer at once.
+IMPATIENT = {"connect_timeout": 2, "read_timeout": 1}
 
 PREFIX = "s3://bucket/a folder/ünïcode 你好"
 
@@ -58,6 +61,19 @@ def test_credentials_may_come_from_the_environment(endpoint, monkeypatch):
 def test_a_bucket_that_does_not_exist_is_an_error_that_names_it(options):
     with pytest.raises(OSError, match="'s3://no-such-bucket/x' cannot be written: .*bucket does not exist"):
         Store("s3://no-such-bucket/x", options).check_writable()
+
+
+def test_who_may_not_write_is_told_so_and_may_read(endpoint, options):
+    prompts = make_prompts(LENGTHS)
+    write_dataset(prompts, "s3://bucket/readable", **options)
+    with reader_of(endpoint) as readers:
+        with pytest.raises(
+            PermissionError, match="'s3://bucket/readable' cannot be written: .*Denied.*give an out= that can"
+        ):
+            Store("s3://bucket/readable", readers).check_writable()
+        assert_same(hsray.read("s3://bucket/readable", storage_options=readers)[5], prompts[5])
+        with pytest.raises(OSError, match="InvalidAccessKeyId|does not exist|Forbidden"):
+            hsray.read("s3://bucket/readable", storage_options=readers | {"key": "AKIANOBODY"})
 
 
 def test_a_writer_that_raises_publishes_nothing(options):
@@ -105,15 +121,29 @@ def test_a_build_on_s3_is_whole_and_nothing_of_it_holds_a_credential(ray_session
     assert not [path for path in logs.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
+def test_a_build_through_a_broken_network_ends_and_is_right(ray_session, tiny_llama, endpoint, options):
+    prompts, out = unique_prompts(12, longest=40), "s3://bucket/broken-build"
+    proxy = FaultProxy(port_of(endpoint), seed=0, share=0.2, stall_s=2)
+    try:
+        through = options_for(proxy.endpoint, config_kwargs=IMPATIENT)
+        report = build_tiny(tiny_llama, prompts, out, shard_bytes=1 << 14, storage_options=through)
+    finally:
+        proxy.close()
+    assert report.new_shards == report.shards > 2
+    assert sum(count for name, count in proxy.faults.items() if name != "none") > 2
+    assert check(out, deep=True, storage_options=options, progress=False).ok
+    found = hsray.read(out, storage_options=options)
+    assert [prompt["prompt_id"] for prompt in found] == [prompt["id"] for prompt in prompts]
+
+
 def test_datasets_published_through_a_broken_network_are_right_and_no_object_is_ever_short(endpoint, options, request):
     prompts = make_prompts(LENGTHS, hidden_size=128)
     faults: dict[str, int] = {}
     for number in range(request.config.getoption("broken_builds")):
         proxy = FaultProxy(port_of(endpoint), seed=number, share=0.3, stall_s=2)
-        impatient = {"connect_timeout": 2, "read_timeout": 1}
         try:
             write_dataset(
-                prompts, f"s3://bucket/broken/{number}", **options_for(proxy.endpoint, config_kwargs=impatient)
+                prompts, f"s3://bucket/broken/{number}", **options_for(proxy.endpoint, config_kwargs=IMPATIENT)
             )
         finally:
             proxy.close()

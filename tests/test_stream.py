@@ -1,9 +1,11 @@
 """A stream gives every token once, to one rank and worker, in an order that is found again."""
 
+import copy
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import hsray
+from hsray.batch_memory import Memories, SharedBatch
 from tests.synthetic import LAYERS, assert_same, make_prompts, plan_prompts, publish_shard, write_dataset
 
 LENGTHS = [7, 1, 30, 2, 2, 80, 7, 7, 1, 40, 300, 5, 5, 5, 90, 11, 3, 64, 1, 1]
@@ -88,6 +91,46 @@ def test_ranks_and_workers_share_every_token_without_overlap(out, shuffle, num_w
     assert found == Counter(ALL)
 
 
+def test_batches_of_workers_stay_as_they_are_while_they_are_held(out, prompts):
+    stream = hsray.read(out).stream(batch_tokens=40)
+    loader = DataLoader(stream, batch_size=None, num_workers=2, timeout=60, persistent_workers=True)
+    held = [batch for _ in range(2) for batch in loader]
+    for batch in held:
+        assert_right(batch, prompts)
+    assert Counter(tokens_of(held)) == Counter(ALL * 2)
+    one_layer = held[0]["hidden_states"][3][0, 1:]
+    wanted = one_layer.clone()
+    del held, batch
+    for batch in loader:
+        assert_right(batch, prompts)
+    assert torch.equal(one_layer, wanted)
+
+
+def test_a_memory_is_filled_again_once_neither_process_has_a_tensor_in_it():
+    memories = Memories()
+    memory = memories.free(256)
+    values = memory.take()
+    values[:] = 7
+    elsewhere = torch.ones(3)
+    batch = copy.copy(SharedBatch({"a": values[64:128].view(4, 16), "b": {1: values[128:]}, "c": elsewhere}, memory))
+    sent = ForkingPickler.dumps(batch)
+    again = ForkingPickler.dumps(batch)
+    del values, batch
+    assert not memory.is_free, "on its way"
+    found = ForkingPickler.loads(sent)
+    assert type(found) is dict
+    assert found["a"].shape == (4, 16)
+    assert torch.equal(found["c"], elsewhere)
+    kept = found["b"][1][3:5]
+    del found
+    assert memories.free(256) is not memory
+    assert kept.tolist() == [7, 7]
+    del kept
+    assert memory.is_free
+    assert memories.free(256) is memory
+    assert ForkingPickler.loads(again)["b"][1].tolist() == [7] * 128
+
+
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_stream_goes_on_exactly_where_its_state_says(out, shuffle):
     def stream() -> hsray.stream.PackedStream:
@@ -138,6 +181,25 @@ def test_single_tokens_come_once_each_shuffled_across_prompts(out, prompts, only
     assert torch.allclose(stream.mean, wanted_ND.double().mean(dim=0))
     assert stream.mean_norm == pytest.approx(wanted_ND.double().norm(dim=1).mean().item())
     assert stream.num_tokens == len(wanted_ND)
+
+
+def test_a_stream_of_tokens_goes_on_exactly_where_its_state_says(out):
+    def stream() -> hsray.stream.TokenStream:
+        return hsray.read(out).tokens(3, batch_size=16, shuffle_buffer=100, only_loss_mask=True, skip_first=1, seed=4)
+
+    one = stream()
+    whole = [[batch.clone() for batch in one] for _ in range(2)]
+    assert not torch.equal(whole[0][0], whole[1][0])
+    for count in (0, 1, 5, 6, 7, len(whole[0]) - 1):
+        first, second = stream(), stream()
+        given = iter(first)
+        for _ in range(count):
+            next(given)
+        second.load_state_dict(first.state_dict())
+        assert torch.equal(torch.cat(list(second)), torch.cat(whole[0][count:]))
+        assert torch.equal(torch.cat(list(second)), torch.cat(whole[1]))
+        assert (second.num_tokens, second.mean_norm) == (one.num_tokens, one.mean_norm)
+        assert torch.equal(second.mean, one.mean)
 
 
 @pytest.mark.parametrize(
