@@ -18,8 +18,8 @@ from hsray.manifest import ManifestError, load_manifest
 from hsray.shard import ShardError
 from hsray.store import Store
 from pipelines.convert import main
+from tests.builds import build_tiny, unique_prompts
 from tests.synthetic import LAYERS, LENGTHS, assert_same, make_prompts, write_dataset
-from tests.test_build import build_tiny, unique_prompts
 from tests.test_hostile import FUZZ, with_manifest
 from tests.test_reader import WatchedFileSystem
 

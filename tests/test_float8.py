@@ -14,8 +14,8 @@ from hsray.float8 import LARGEST, from_float8, to_float8
 from hsray.manifest import load_manifest
 from hsray.shard import ShardError
 from hsray.store import Store
+from tests.builds import build_tiny, unique_prompts
 from tests.synthetic import LENGTHS, make_prompts, write_dataset
-from tests.test_build import build_tiny, unique_prompts
 
 WIDTH = 256
 
