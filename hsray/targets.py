@@ -38,8 +38,8 @@ SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "i
 
 #: The extension type by which Hugging Face's `datasets` stores an Array2D.
 ARRAY2D_NAME = "datasets.features.features.Array2DExtensionType"
-#: Numbers of one column in a record batch: Arrow's list offsets are 32 bits.
-ARROW_BATCH_NUMBERS = 1 << 28
+#: Of one column in a record batch, where a row is not longer.
+SAE_BATCH_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,8 +216,19 @@ def _save_each(
     written = Written()
     for sample in samples:
         with written.file(to, name(sample.row)) as sink:
-            torch.save(content(sample), sink)
+            torch.save({key: _alone(value) for key, value in content(sample).items()}, sink)
     return written
+
+
+def _alone(value: Any) -> Any:
+    """A tensor, or each of a list, in memory of its own: `torch.save` writes all that a view is a part of."""
+    import torch
+
+    if isinstance(value, list):
+        return [_alone(item) for item in value]
+    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        return value.clone()
+    return value
 
 
 def write_speculators_v1(to: Store, _shard: int, samples: Iterable[Sample], _selection: Selection) -> Written:
@@ -292,27 +303,49 @@ def write_sae_lens(to: Store, shard: int, samples: Iterable[Sample], selection: 
     it, and ``token_ids``. Rows are filled across the prompts' ends; what is left of a shard is no row and left out."""
     import torch
 
-    samples = list(samples)
-    ids_S = torch.cat([sample.input_ids for sample in samples]).int()
-    num_rows = len(ids_S) // selection.context_size
-    kept = num_rows * selection.context_size
-    columns: dict[str, torch.Tensor] = {}
-    for layer in selection.layers:
-        hidden_SD = torch.cat([sample.states[layer] for sample in samples])[:kept]
-        # NumPy and Arrow have no bfloat16; float32 holds every one.
-        hidden_SD = hidden_SD.float() if hidden_SD.dtype == torch.bfloat16 else hidden_SD
-        columns[hook_name(layer)] = hidden_SD.view(num_rows, selection.context_size, selection.hidden_size)
-    ids_RC = ids_S[:kept].view(num_rows, selection.context_size)
-    schema = _sae_schema(selection)
-    batch_rows = max(1, ARROW_BATCH_NUMBERS // (selection.context_size * selection.hidden_size))
-    written = Written()
+    # One memory is filled again and again: a core fills fresh pages several times as slowly.
+    row_bytes = 4 * selection.context_size * selection.hidden_size
+    batch_tokens = selection.context_size * max(1, SAE_BATCH_BYTES // row_bytes)
+    # NumPy and Arrow have no bfloat16; float32 holds every one.
+    dtype = getattr(torch, _numpy_dtype(selection))
+    states = {layer: torch.empty(batch_tokens, selection.hidden_size, dtype=dtype) for layer in selection.layers}
+    ids_B, filled = torch.empty(batch_tokens, dtype=torch.int32), 0
+    schema, written = _sae_schema(selection), Written()
     with written.file(to, _arrow_name(shard)) as sink, pa.ipc.new_stream(sink, schema) as writer:
-        for start in range(0, num_rows, batch_rows):
-            part = slice(start, start + batch_rows)
-            arrays = [_nested_lists(hidden_RCD[part].numpy()) for hidden_RCD in columns.values()]
-            ids = pa.FixedSizeListArray.from_arrays(ids_RC[part].reshape(-1).numpy(), selection.context_size)
-            writer.write_batch(pa.record_batch([*arrays, ids], schema=schema))
+        for sample in samples:
+            at, num_tokens = 0, len(sample.input_ids)
+            while at < num_tokens:
+                count = min(num_tokens - at, batch_tokens - filled)
+                here, there = slice(filled, filled + count), slice(at, at + count)
+                ids_B[here] = sample.input_ids[there]
+                for layer, hidden_BD in states.items():
+                    hidden_BD[here] = sample.states[layer][there]
+                at, filled = at + count, filled + count
+                if filled == batch_tokens:
+                    writer.write_batch(_sae_batch(states, ids_B, filled, selection, schema))
+                    filled = 0
+        if filled >= selection.context_size:
+            writer.write_batch(_sae_batch(states, ids_B, filled, selection, schema))
     return written
+
+
+def _sae_batch(
+    states: "Mapping[Layer, torch.Tensor]",
+    ids_B: "torch.Tensor",
+    filled: int,
+    selection: Selection,
+    schema: pa.Schema,
+) -> pa.RecordBatch:
+    """The rows that so many first tokens fill: views of the memory."""
+    num_rows = filled // selection.context_size
+    kept = num_rows * selection.context_size
+    rows_ends, tokens_ends = _ends(num_rows, selection.context_size), _ends(kept, selection.hidden_size)
+    arrays = []
+    for hidden_BD in states.values():
+        tokens = pa.ListArray.from_arrays(tokens_ends, pa.array(hidden_BD[:kept].view(-1).numpy()))
+        arrays.append(pa.ListArray.from_arrays(rows_ends, tokens))
+    ids = pa.FixedSizeListArray.from_arrays(pa.array(ids_B[:kept].numpy()), selection.context_size)
+    return pa.record_batch([*arrays, ids], schema=schema)
 
 
 def _sae_schema(selection: Selection) -> pa.Schema:
@@ -325,13 +358,6 @@ def _sae_schema(selection: Selection) -> pa.Schema:
     storage = pa.list_(pa.list_(number))
     fields = [pa.field(hook_name(layer), storage, metadata=extension) for layer in selection.layers]
     return pa.schema([*fields, pa.field("token_ids", pa.list_(pa.int32(), selection.context_size))])
-
-
-def _nested_lists(numbers_RCD: np.ndarray) -> pa.Array:
-    """An array [R, C, D] as R lists of C lists, without a copy."""
-    num_rows, context_size, hidden_size = numbers_RCD.shape
-    rows = pa.ListArray.from_arrays(_ends(num_rows * context_size, hidden_size), pa.array(numbers_RCD.reshape(-1)))
-    return pa.ListArray.from_arrays(_ends(num_rows, context_size), rows)
 
 
 def _numpy_dtype(selection: Selection) -> str:

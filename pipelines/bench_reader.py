@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import pyarrow as pa
 import torch
+from random_dataset import make_random_dataset
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -25,12 +25,7 @@ from torch.utils.data import DataLoader
 
 import hsray
 from hsray.layers import Layer, column_name
-from hsray.manifest import Identity, Manifest, complete
-from hsray.plan import PlanOptions, read_plan_file, shard_name, write_plan
-from hsray.prompts import PROMPTS_SCHEMA
 from hsray.reader import HiddenStates
-from hsray.shard import ShardPrompts, shard_schema, shard_table, stamped, write_table
-from hsray.store import Store
 
 LAYERS: list[Layer] = [9, 19, 29, "final"]
 HIDDEN_SIZE = 4096
@@ -46,65 +41,18 @@ def make_dataset(folder: Path, num_bytes: int) -> int:
     lengths = []
     while sum(lengths) * TOKEN_BYTES < num_bytes:
         lengths.append(int(chosen.integers(128, 4097)))
-    identity = Identity(
-        model="random",
-        config_digest="-",
-        weights_digest="-",
-        tokenizer_digest="-",
+    make_random_dataset(
+        folder / "dataset",
+        lengths=lengths,
+        layers=LAYERS,
         num_layers=30,
         hidden_size=HIDDEN_SIZE,
-        layers=tuple(LAYERS),
-        dtype="bfloat16",
-        stored_dtype="bfloat16",
-        engine="transformers",
-        engine_args={},
-        tensor_parallel=1,
-        requests_in_flight=1,
-        prefill_tokens=1,
         shard_bytes=SHARD_BYTES,
-        file_format="parquet",
-        compression="none",
-        max_tokens=4096,
-        too_long="error",
-        prompt_options={},
-        prompts_digest=None,
-        plan_digest=None,
     )
-    rows = [
-        {
-            "row_digest": number.to_bytes(16, "big"),
-            "prompt_id": f"p{number}",
-            "input_ids": [1] * num_tokens,
-            "loss_mask": [True] * num_tokens,
-        }
-        for number, num_tokens in enumerate(lengths)
-    ]
-    options = PlanOptions(
-        bytes_per_token=TOKEN_BYTES, value_bytes_per_token=HIDDEN_SIZE * 2, shard_bytes=SHARD_BYTES, duplicates="keep"
-    )
-    store = Store(folder / "dataset")
-    plan = write_plan([pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA)], store, options)
-    manifest = Manifest(state="planning", identity=identity).with_plan(plan)
-    manifest.save(store)
-    schema = shard_schema(LAYERS, hidden_size=HIDDEN_SIZE, dtype="bfloat16")
     (folder / "pt").mkdir()
-    digests = {}
-    for shard in range(plan.num_shards):
-        prompts = ShardPrompts.from_plan(read_plan_file(store, plan.files[0]), shard)
-        states = {
-            layer: torch.empty(int(prompts.ends[-1]), HIDDEN_SIZE, dtype=torch.bfloat16).normal_() for layer in LAYERS
-        }
-        table = shard_table(prompts, states, stamped(schema, shard=shard, identity_digest=manifest.identity.digest))
-        with store.staged(shard_name(shard)) as sink:
-            write_table(table, sink)
-        digests[shard] = table.schema.metadata[b"hsray.digest"].decode()
-        split = {layer: hidden_SD.split(prompts.lengths.tolist()) for layer, hidden_SD in states.items()}
-        for row, name in enumerate(prompts.prompt_ids.to_pylist()):
-            hidden = {layer: hidden_TD[row].clone() for layer, hidden_TD in split.items()}
-            ids_T = torch.from_numpy(prompts.tokens[row].copy())
-            prompt = {"input_ids": ids_T, "loss_mask": torch.ones_like(ids_T).bool(), "hidden_states": hidden}
-            torch.save(prompt, folder / "pt" / f"{int(name[1:]):06d}.pt")
-    complete(manifest, store, digests)
+    for index, prompt in enumerate(hsray.read(folder / "dataset")):
+        hidden = {layer: hidden_TD.clone() for layer, hidden_TD in prompt["hidden_states"].items()}
+        torch.save({**prompt, "hidden_states": hidden}, folder / "pt" / f"{index:06d}.pt")
     return sum(lengths)
 
 

@@ -40,13 +40,18 @@ def load_model(model: str) -> PreTrainedModel:
 
 def hugging_face_states(model: str, input_ids: Sequence[int]) -> dict[Layer, torch.Tensor]:
     """Every layer of a prompt in float32, layer -> [T, D]: what the embedding, each block and the final norm return."""
-    decoder = load_model(model).model
+    states = module_outputs(load_model(model).model, input_ids=torch.tensor([list(input_ids)]), use_cache=False)
+    return {layer: hidden_1TD[0] for layer, hidden_1TD in states.items()}
+
+
+def module_outputs(decoder: torch.nn.Module, **inputs: object) -> dict[Layer, torch.Tensor]:
+    """What the embedding, each block and the final norm of a decoder return for some inputs, layer -> [prompts, T, D]."""
     states: dict[Layer, torch.Tensor] = {}
     modules = {"embed": decoder.embed_tokens, **dict(enumerate(decoder.layers)), "final": decoder.norm}
     hooks = [module.register_forward_hook(functools.partial(_keep, states, layer)) for layer, module in modules.items()]
     try:
         with torch.inference_mode():
-            decoder(input_ids=torch.tensor([list(input_ids)]), use_cache=False)
+            decoder(**inputs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -77,5 +82,4 @@ def relative_error(found_TD: torch.Tensor, truth_TD: torch.Tensor) -> float:
 
 
 def _keep(states: dict, layer: Layer, _module: torch.nn.Module, _args: tuple, output: object) -> None:
-    hidden_1TD = output[0] if isinstance(output, tuple) else output
-    states[layer] = hidden_1TD[0].clone()
+    states[layer] = (output[0] if isinstance(output, tuple) else output).clone()

@@ -214,6 +214,19 @@ def test_modelopt_says_that_its_last_state_is_post_norm(export, prompts):
         assert torch.equal(content["loss_mask"], prompt["loss_mask"].long())
 
 
+@pytest.mark.parametrize("target", ["speculators-v1", "specforge", "specforge-dflash", "modelopt"])
+def test_a_file_holds_its_own_prompt_and_not_what_was_read_with_it(export, prompts, target):
+    """A prompt's states are views of its row group, and `torch.save` writes the whole memory of a view."""
+    folder = export(target)
+    files = {
+        int(path.stem.removeprefix("data_")): path for pattern in ("*.pt", "*.ckpt") for path in folder.rglob(pattern)
+    }
+    assert sorted(files) == list(range(len(prompts)))
+    for row, prompt in enumerate(prompts):
+        state_bytes = 4 * prompt["hidden_states"]["final"].nbytes
+        assert state_bytes < files[row].stat().st_size < state_bytes + 16 * LENGTHS[row] + 4096
+
+
 def test_a_final_state_that_was_not_built_is_made_by_the_models_own_norm(ray_session, tiny_gemma, tmp_path):
     """Gemma's, which multiplies by 1 + w: a norm that guessed would be far off."""
     whole = make_dataset(

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 import hsray
 from hsray.layers import resolve_layers
@@ -24,7 +24,7 @@ from hsray.shard import ShardPrompts
 from hsray.store import Store
 from pipelines.verify import main, make_parser
 from tests.datasets import States, make_dataset, rewrite
-from tests.reference import hugging_face_states, load_model
+from tests.reference import hugging_face_states, load_model, module_outputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,6 +65,80 @@ def test_right_datasets_are_right_whatever_the_reference_computes_in(request, tm
     # Computed again in the same dtype, the states are the same to the last bit.
     assert {layer.worst_error for layer in report.layers} == {0.0}
     assert all(layer.min_cosine == pytest.approx(1) for layer in report.layers)
+
+
+#: Datasets as right as those, of other shapes.
+OTHER_SHAPES = {
+    "a prompt a shard": {"shard_tokens": 1},
+    "all prompts in one shard": {"shard_tokens": 1000, "compression": "zstd:9"},
+    "prompts of a token or two": {"lengths": [1, 2, 1, 1]},
+    "a long prompt": {"lengths": [3, 600, 5]},
+    "prompts of one length": {"lengths": [12] * 8},
+    "embed alone": {"layers": ["embed"]},
+    "a block alone": {"layers": [3]},
+    "the last block alone": {"layers": [-1]},
+    "final alone": {"layers": ["final"], "dtype": "float16"},
+    "every layer": {"layers": ["embed", *range(6), "final"]},
+}
+
+
+@pytest.mark.parametrize("shape", OTHER_SHAPES)
+def test_right_datasets_are_right_whatever_their_shape(tiny_llama, tmp_path, shape):
+    asked = {"lengths": LENGTHS, "layers": LAYERS, "dtype": "bfloat16"} | OTHER_SHAPES[shape]
+    assert hsray.verify(make_dataset(tiny_llama, tmp_path / "x", **asked)).faults == []
+
+
+def test_a_right_dataset_of_many_row_groups_is_right(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(hsray.shard, "ROW_GROUP_BYTES", 1)
+    out = make_dataset(tiny_llama, tmp_path / "x", lengths=LENGTHS, layers=LAYERS)
+    assert hsray.read(out).open_shard(0).num_groups > 1
+    assert hsray.verify(out).faults == []
+
+
+def test_a_right_dataset_is_right_as_far_as_it_is_built(copy):
+    load_manifest(Store(copy)).reopened().save(Store(copy))
+    (copy / "shards/000001.parquet").unlink()
+    report = hsray.verify(copy)
+    assert report.faults == [] and 0 < report.num_prompts < len(LENGTHS)
+
+
+def in_chunks(decoder: torch.nn.Module, prompts: ShardPrompts) -> list[States]:
+    """Each prompt's states, computed eight tokens at a time."""
+    states = []
+    for ids_T in prompts.tokens:
+        cache = DynamicCache(config=decoder.config)
+        chunks = [
+            module_outputs(decoder, input_ids=ids_1T, past_key_values=cache)
+            for ids_1T in torch.from_numpy(ids_T.astype("int64"))[None].split(8, dim=1)
+        ]
+        states.append({layer: torch.cat([chunk[layer][0] for chunk in chunks]) for layer in LAYERS})
+    return states
+
+
+def together(decoder: torch.nn.Module, prompts: ShardPrompts) -> list[States]:
+    """The states of a shard's prompts, computed in one pass, the shorter ones padded."""
+    ids = [torch.from_numpy(ids_T.astype("int64")) for ids_T in prompts.tokens]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    mask = torch.arange(padded.shape[1]) < torch.tensor(prompts.lengths)[:, None]
+    outputs = module_outputs(decoder, input_ids=padded, attention_mask=mask.long(), use_cache=False)
+    return [{layer: outputs[layer][row, : len(ids_T)] for layer in LAYERS} for row, ids_T in enumerate(ids)]
+
+
+@pytest.mark.parametrize("stored", ["right", "right_bfloat16"])
+@pytest.mark.parametrize("compute", [in_chunks, together], ids=lambda compute: compute.__name__)
+def test_prompts_computed_in_chunks_or_together_are_right(request, tiny_llama, tmp_path, compute, stored):
+    decoder, changed = load_model(str(tiny_llama)).model, []
+
+    def recompute(states: list[States], prompts: ShardPrompts) -> None:
+        for prompt, recomputed in zip(states, compute(decoder, prompts), strict=True):
+            for layer in LAYERS:
+                changed.append(not torch.equal(prompt[layer], recomputed[layer].to(prompt[layer].dtype)))
+                prompt[layer].copy_(recomputed[layer])
+
+    copy = shutil.copytree(request.getfixturevalue(stored), tmp_path / "copy")
+    rewrite(copy, recompute)
+    assert any(changed)  # by other roundings
+    assert hsray.verify(copy).faults == []
 
 
 def shift_layers(states: list[States], _prompts: ShardPrompts) -> None:
