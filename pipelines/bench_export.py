@@ -94,6 +94,8 @@ def main() -> int:
                 shard_bytes=arguments.shard_bytes,
             )
             cores = cores or {target: measure_core(out, target) for target in arguments.targets}
+            if not drivers:
+                measure_driver(out, arguments.driver_target)  # loads and starts Ray
             drivers.append(measure_driver(out, arguments.driver_target))
     by_core = Table("target", "GB of states a CPU second", "GB of files", title="one core, one shard")
     for target, figure in cores.items():

@@ -23,6 +23,7 @@ from hsray.store import Store
 from hsray.targets import TARGETS
 from pipelines.export import main, make_parser
 from tests.datasets import make_dataset
+from tests.s3 import options_for, s3_server
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -237,6 +238,21 @@ def test_a_final_state_that_was_not_built_is_made_by_the_models_own_norm(ray_ses
     for row, name in enumerate(files_of(tmp_path / "to", "*.pt")):
         content = torch.load(tmp_path / "to" / name, weights_only=True)
         assert torch.equal(content["hidden_states"], hsray.read(whole)[row]["hidden_states"]["final"])
+
+
+@pytest.mark.parametrize("target", ["speculators", "webdataset"])
+def test_an_export_from_and_to_s3_is_the_local_one_byte_for_byte(export, stored, target):
+    with s3_server() as endpoint:
+        options = options_for(endpoint)
+        out, to = Store("s3://bucket/x", options), Store(f"s3://bucket/{target}", options)
+        for path in stored.rglob("*.*"):
+            out.publish(str(path.relative_to(stored)), path.read_bytes())
+        report = hsray.export(out.url, target, to=to.url, storage_options=options, progress=False)
+        folder = export(target)
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        assert len(names) > report.files >= report.new_shards == 3
+        assert all(to.read(name) == (folder / name).read_bytes() for name in names)
+        assert hsray.export(out.url, target, to=to.url, storage_options=options, progress=False).new_shards == 0
 
 
 class TestResume:
