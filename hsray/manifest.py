@@ -22,6 +22,9 @@ from hsray.store import Store
 
 NAME = "manifest.json"
 
+#: Beside it while a build runs; see `hsray.lease`.
+LEASE_NAME = "lease.json"
+
 #: Footers read at a time; on an object store each is a round trip.
 CHECK_THREADS = 16
 
@@ -130,7 +133,7 @@ def load_manifest(store: Store) -> Manifest | None:
     except NotADirectoryError:
         raise ManifestError(f"{store.url!r} is a file; give an out= that is a folder, or new") from None
     except FileNotFoundError:
-        names = sorted(store.list())
+        names = sorted(set(store.list()) - {LEASE_NAME})
         if names:
             raise ManifestError(
                 f"{store.url!r} is not empty and holds no {NAME} (found {', '.join(names[:5])}); give an out= that is "

@@ -22,6 +22,7 @@ import pyarrow as pa
 import hsray
 from hsray.engine import EngineName, EngineOptions
 from hsray.layers import LayersSpec
+from hsray.lease import Lease, held
 from hsray.manifest import NAME as MANIFEST_NAME
 from hsray.manifest import (
     Identity,
@@ -36,11 +37,10 @@ from hsray.manifest import (
     pending_shards,
     published_shards,
 )
-from hsray.model import ModelDescription
 from hsray.plan import DROPPED_NAME, Plan, PlanFile, digest_rows, read_plan_file, write_plan
 from hsray.prompts import digest_rows as digest_dataset
 from hsray.prompts import tokenize_rows
-from hsray.raydata import RETRIES, blocks_of, ray_data
+from hsray.raydata import RETRIES, blocks_of, job_name, ray_data
 from hsray.report import BuildReport, Receipt
 from hsray.request import Request, settle
 from hsray.shard import shard_schema
@@ -134,6 +134,7 @@ def build(
     Raises:
         PromptError: a row that cannot be used, by file and line.
         ManifestError: `out` holds something else, or another dataset than the one asked for.
+        LeaseError: another driver is building there.
         CaptureError: the engine did not start, or gave what must not be stored.
     """
     started = time.monotonic()
@@ -166,29 +167,43 @@ def build(
     store = Store(out, storage_options)
     if store.is_private:
         raise ValueError(f"out={store.url!r} is memory of this process alone; give a folder, or an object store")
+    load_manifest(store)  # raises where the folder holds something else, before anything is written to it
+    with ray_data(), held(store, job=job_name()) as lease:
+        report = _build(dataset, request, store, lease, storage_options, progress)
+    report.elapsed_s = time.monotonic() - started
+    logger.info("%s", report)
+    return report
+
+
+def _build(
+    dataset: Any,
+    request: Request,
+    store: Store,
+    lease: Lease,
+    storage_options: Mapping[str, Any] | None,
+    progress: bool,
+) -> BuildReport:
+    """A build in a folder that is this driver's alone."""
+    started = time.monotonic()
     manifest = _open_dataset(store, request.identity)
-    with ray_data():
-        with _forgotten_on_error(manifest, store):
-            manifest = _plan(manifest, dataset, store, request, storage_options, progress)
-        planned = time.monotonic()
-        published = published_shards(store)
-        digests = check_shards(manifest, published, store)
-        pending = pending_shards(manifest.plan, published)
-        report = _report(manifest, store)
-        report.plan_s = planned - started
-        if pending:
-            pool = Pool.of(manifest.identity, request.engines, num_pending=len(pending))
-            of_this_run = {"trust_remote_code": trust_remote_code, "request_timeout_s": request_timeout_s}
-            job = _capture_job(manifest, request.model, store, storage_options, pool.writers_each, of_this_run)
-            digests |= _capture(job, manifest, pending, pool, report, progress)
+    with _forgotten_on_error(manifest, store, lease):
+        manifest = _plan(manifest, dataset, store, request, lease, storage_options, progress)
+    published = published_shards(store)
+    digests = check_shards(manifest, published, store)
+    pending = pending_shards(manifest.plan, published)
+    report = _report(manifest, store)
+    report.plan_s = time.monotonic() - started
+    if pending:
+        pool = Pool.of(manifest.identity, request.engines, num_pending=len(pending))
+        job = _capture_job(manifest, request, store, storage_options, pool.writers_each)
+        digests |= _capture(job, manifest, pending, pool, lease, report, progress)
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
+    lease.check()
     if manifest.state != "complete" or pending:
         manifest = complete(manifest, store, digests)
     check_inventory(manifest, published_shards(store), store)
     report.nbytes = sum(manifest.shard_file_bytes)
-    report.elapsed_s = time.monotonic() - started
-    logger.info("%s", report)
     return report
 
 
@@ -218,7 +233,6 @@ def _open_dataset(store: Store, wanted: Identity) -> Manifest:
             f"{store.url!r} holds shards but no finished plan: another build may be planning there, or its manifest was "
             "lost; wait for it, restore the manifest, or give another out="
         )
-    store.check_writable()
     manifest = Manifest(state="planning", identity=wanted)
     manifest.save(store)
     return manifest
@@ -229,6 +243,7 @@ def _plan(
     dataset: Any,
     store: Store,
     request: Request,
+    lease: Lease,
     storage_options: Mapping[str, Any] | None,
     progress: bool,
 ) -> Manifest:
@@ -240,6 +255,7 @@ def _plan(
         return manifest
     _forget_plan(store)
     manifest = manifest.with_plan(make_plan(rows, request, store, on_shape=_say_shape if progress else None))
+    lease.check()
     manifest.save(store)
     return manifest
 
@@ -266,12 +282,12 @@ def _say_shape(shape: str, source: str) -> None:
 
 
 @contextmanager
-def _forgotten_on_error(manifest: Manifest, store: Store) -> Iterator[None]:
+def _forgotten_on_error(manifest: Manifest, store: Store, lease: Lease) -> Iterator[None]:
     """Leaves nothing of a dataset whose plan could not be made, unless another build has gone on with the folder."""
     try:
         yield
     except BaseException:
-        if manifest.plan is None and load_manifest(store) == manifest:
+        if manifest.plan is None and not lease.is_lost and load_manifest(store) == manifest:
             _forget_plan(store)
             store.remove(MANIFEST_NAME)
         raise
@@ -285,13 +301,12 @@ def _forget_plan(store: Store) -> None:
 
 def _capture_job(
     manifest: Manifest,
-    model: ModelDescription,
+    request: Request,
     store: Store,
     storage_options: Mapping[str, Any] | None,
     num_writers: int,
-    of_this_run: Mapping[str, Any],
 ) -> CaptureJob:
-    """The job that a dataset's identity asks for; `of_this_run`: options of the engine that are no part of it."""
+    """The job that a dataset's identity asks for, with what of the request is no part of it."""
     identity, plan = manifest.identity, manifest.plan
     about = {
         "format_version": "1",
@@ -303,7 +318,7 @@ def _capture_job(
         "engine": identity.engine,
     }
     options = EngineOptions(
-        model=model,
+        model=request.model,
         layers=identity.layers,
         max_tokens=plan.longest_prompt,
         buffer_tokens=max(plan.shard_tokens),
@@ -311,7 +326,8 @@ def _capture_job(
         requests_in_flight=identity.requests_in_flight,
         prefill_tokens=identity.prefill_tokens,
         engine_args=identity.engine_args,
-        **of_this_run,
+        trust_remote_code=request.prompts.trust_remote_code,
+        request_timeout_s=request.request_timeout_s,
     )
     return CaptureJob(
         engine=identity.engine,
@@ -354,7 +370,13 @@ class Pool:
 
 
 def _capture(
-    job: CaptureJob, manifest: Manifest, pending: list[int], pool: Pool, report: BuildReport, progress: bool
+    job: CaptureJob,
+    manifest: Manifest,
+    pending: list[int],
+    pool: Pool,
+    lease: Lease,
+    report: BuildReport,
+    progress: bool,
 ) -> dict[int, str]:
     """Streams the pending shards to the engine actors, one a task, and gathers their receipts; gives their digests."""
     import ray.data
@@ -398,6 +420,7 @@ def _capture(
         tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="hidden states", disable=not progress) as bar,
     ):
         for block in blocks_of(receipts):
+            lease.check()
             for receipt in (Receipt(**row) for row in block.to_pylist()):
                 report.add(receipt)
                 digests[receipt.shard] = receipt.digest

@@ -1,5 +1,6 @@
 """Ray Data as hsray uses it: connected or started, quiet and patient, rows in order, and a worker's errors as themselves."""
 
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -52,6 +53,15 @@ def ray_data() -> Iterator[None]:
             setattr(context, name, value)
         context.execution_options.preserve_order = before_order
         data_logger.setLevel(before_level)
+
+
+def job_name() -> str:
+    """What this driver is called in its cluster: the name that ``ray job`` knows, else Ray's number."""
+    import ray
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    submitted = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("metadata", {})
+    return submitted.get("job_submission_id") or ray.get_runtime_context().get_job_id()
 
 
 def _start_ray() -> None:

@@ -36,6 +36,7 @@ class Request:
     model: ModelDescription
     prompts: PromptOptions
     engines: int | None
+    request_timeout_s: float
 
     @property
     def bytes_per_token(self) -> int:
@@ -161,7 +162,7 @@ def settle(
         prompts_digest=None,
         plan_digest=None,
     )
-    return Request(identity=identity, model=description, prompts=prompts, engines=engines)
+    return Request(identity=identity, model=description, prompts=prompts, engines=engines, request_timeout_s=request_timeout_s)
 
 
 def _read_template(path: str | Path) -> str:

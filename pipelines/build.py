@@ -15,6 +15,7 @@ from rich.console import Console
 import hsray
 from hsray.engine import CaptureError
 from hsray.flags import parse_bytes, parse_object
+from hsray.lease import LeaseError
 
 #: Flags that are no keyword of `hsray.build`: what else to do, and the keywords of `hsray.estimate`.
 INSTEAD = ("preview", "dry_run")
@@ -192,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(hsray.estimate(dataset, **of_estimate, **arguments))
         else:
             print(hsray.build(dataset, **arguments))
-    except (ValueError, OSError, ImportError, CaptureError, RayError) as error:
+    except (ValueError, OSError, ImportError, CaptureError, LeaseError, RayError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

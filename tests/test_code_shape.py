@@ -33,6 +33,7 @@ ORDER = [
     "shard",
     "shard_file",
     "manifest",
+    "lease",
     "engine",
     "request",
     "raydata",
