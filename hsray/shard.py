@@ -15,7 +15,7 @@ Shapes: T tokens of a prompt, S tokens of a shard, D hidden size.
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
@@ -59,6 +59,18 @@ class ShardPrompts:
             input_ids=plan["input_ids"][row].values,
             loss_masks=plan["loss_mask"][row].values,
         )
+
+    def without(self, places: Sequence[int]) -> "ShardPrompts":
+        """The others, in their order."""
+        if not places:
+            return self
+        kept = pa.array(np.delete(np.arange(len(self.prompt_ids)), list(places)))
+        columns = {name: getattr(self, name).take(kept) for name in ("prompt_ids", "input_ids", "loss_masks")}
+        return replace(self, **columns)
+
+    def alone(self, place: int) -> "ShardPrompts":
+        """One of them."""
+        return self.without([other for other in range(len(self.prompt_ids)) if other != place])
 
     @property
     def ends(self) -> np.ndarray:

@@ -34,9 +34,9 @@ def store(request, tmp_path):
 def test_a_second_driver_is_refused_with_the_firsts_host_time_and_job(store):
     with held(store, job="job-1", **FAST) as lease:
         holder = Holder.parse(store.read(LEASE_NAME))
-        with pytest.raises(LeaseError, match=re.escape(f"is being built by {holder}; wait for it or stop it")):
-            with held(store, job="job-2", **FAST):
-                pass
+        refused = pytest.raises(LeaseError, match=re.escape(f"is being built by {holder}; wait for it or stop it"))
+        with refused, held(store, job="job-2", **FAST):
+            pass
         assert (holder.job, holder.since[:2]) == ("job-1", "20") and holder.host in str(holder)
         lease.check()
     assert store.list() == {}
