@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import hsray
 from hsray.engine import EngineName, EngineOptions
+from hsray.events import Events
 from hsray.layers import LayersSpec
 from hsray.lease import Lease, held
 from hsray.manifest import NAME as MANIFEST_NAME
@@ -192,9 +193,10 @@ def _build(
     report.plan_s = time.monotonic() - started
     if pending:
         job = _capture_job(manifest, request, store, storage_options)
-        with Rounds(job, manifest, store, lease, report, engines=request.engines, progress=progress) as rounds:
+        with Events(store, shards_left=len(pending)) as events:
+            rounds = Rounds(job, manifest, store, lease, report, events, engines=request.engines, progress=progress)
             digests |= rounds.capture(pending)
-            manifest = rounds.manifest
+        manifest = rounds.manifest
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
     lease.check()

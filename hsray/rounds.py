@@ -11,13 +11,14 @@ Their prompts are tried one by one; what fails ends the build or is left out; an
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import pyarrow as pa
 
 from hsray.engine import EngineDied, PromptFailed
+from hsray.events import Events
 from hsray.lease import Lease
 from hsray.manifest import Identity, Manifest, Skipped
 from hsray.plan import PlanFile, read_plan_file
@@ -64,7 +65,7 @@ class Pool:
         )
 
 
-class Rounds(AbstractContextManager):
+class Rounds:
     """The rounds in which a build's shards are made."""
 
     def __init__(
@@ -74,20 +75,16 @@ class Rounds(AbstractContextManager):
         store: Store,
         lease: Lease,
         report: BuildReport,
+        events: Events,
         *,
         engines: int | tuple[int, int] | None,
         progress: bool,
     ):
-        from tqdm import tqdm
-
         self.manifest = manifest
         """The stored one; it says which prompts were left out meanwhile."""
         self._job, self._store, self._lease, self._report, self._engines = job, store, lease, report, engines
+        self._events, self._progress = events, progress
         self._digests: dict[int, str] = {}
-        self._bar = tqdm(unit="tok", unit_scale=True, desc="hidden states", disable=not progress)
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
 
     def capture(self, pending: list[int]) -> dict[int, str]:
         """Has shards made and published; gives their digests.
@@ -96,8 +93,16 @@ class Rounds(AbstractContextManager):
             PromptFailed: a prompt's states cannot be had, and none may be left out.
             EngineDied: the engines die, and no prompt is to blame.
         """
-        self._bar.total = sum(self.manifest.plan.shard_tokens[shard] for shard in pending)
+        from tqdm import tqdm
+
+        num_tokens = sum(self.manifest.plan.shard_tokens[shard] for shard in pending)
         self._num_pending = len(pending)
+        with tqdm(
+            total=num_tokens, unit="tok", unit_scale=True, desc="hidden states", disable=not self._progress
+        ) as self._bar:
+            return self._capture(pending)
+
+    def _capture(self, pending: list[int]) -> dict[int, str]:
         suspects = self._make(pending)
         if suspects:
             self._leave_out([verdict for verdict in self._probe(list(suspects)) if verdict.failure])
@@ -118,11 +123,13 @@ class Rounds(AbstractContextManager):
             try:
                 for row in self._rows(CaptureWorker, waiting, apart=apart):
                     receipt = Receipt(**row)
+                    self._events.receipt(receipt)
                     if receipt.failure:
                         failed[receipt.shard] = receipt.failure
                     else:
                         self._count(receipt)
-            except ProcessDied:
+            except ProcessDied as error:
+                self._events.note("lost", error=str(error))
                 if set(waiting).isdisjoint(self._digests.keys() | failed.keys()):
                     raise
         return failed
@@ -150,7 +157,8 @@ class Rounds(AbstractContextManager):
                 for row in self._rows(ProbeWorker, [*left], places=left, apart=True):
                     verdicts.append(Verdict(**row))
                     left[row["shard"]].remove(row["place"])
-            except ProcessDied:
+            except ProcessDied as error:
+                self._events.note("lost", error=str(error))
                 if len(verdicts) == before:
                     raise
         return sorted(verdicts, key=lambda verdict: (verdict.shard, verdict.place))
@@ -178,6 +186,8 @@ class Rounds(AbstractContextManager):
         ]
         self._lease.check()
         self.manifest = self.manifest.without(skipped, self._store)
+        for item in skipped:
+            self._events.drop(**asdict(item))
         self._report.prompts -= len(bad)
         self._report.dropped += len(bad)
         self._report.tokens -= sum(verdict.num_tokens for verdict in bad)

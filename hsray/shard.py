@@ -210,7 +210,8 @@ def row_groups(table: pa.Table) -> Iterator[tuple[int, int]]:
             yield start, row
             start, num_bytes = row, 0
         num_bytes += num_tokens * row_bytes
-    yield start, len(table)
+    if len(table):
+        yield start, len(table)
 
 
 def stamped(schema: pa.Schema, *, shard: int, identity_digest: str) -> pa.Schema:

@@ -112,6 +112,15 @@ class Store:
                 raise
         return self.read(name) == data
 
+    def append(self, name: str, data: bytes) -> None:
+        """Adds to an object, or begins it; for one writer's log. A kill may leave part of `data` locally; elsewhere the object
+        is published anew."""
+        if self.is_local:
+            with open(self.path(name), "ab") as file:
+                file.write(data)
+        else:
+            self.publish(name, (self.read(name) if self.exists(name) else b"") + data)
+
     @contextmanager
     def staged(self, name: str) -> Iterator[IO[bytes]]:
         """A file to write an object into; published when the block ends, forgotten when it raises."""

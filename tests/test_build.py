@@ -22,6 +22,7 @@ import torch
 
 import hsray
 from hsray.engine import EngineDied
+from hsray.events import NAME as EVENTS_NAME
 from hsray.manifest import load_manifest
 from hsray.store import Store
 
@@ -45,7 +46,9 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 
 def files_of(out: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+    """Of a dataset, by name; without the log of the runs that made it."""
+    paths = [path for path in sorted(out.rglob("*")) if path.is_file() and path.name != EVENTS_NAME]
+    return {str(path.relative_to(out)): path.read_bytes() for path in paths}
 
 
 def test_each_of_200_prompts_gets_the_states_it_has_alone(ray_session, tiny_llama, tiny_sglang, tmp_path):

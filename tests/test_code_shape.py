@@ -46,6 +46,7 @@ ORDER = [
     "sglang_cpu",
     "report",
     "worker",
+    "events",
     "rounds",
     "pipeline",
     "audit",
@@ -121,6 +122,7 @@ def test_only_the_pipeline_and_what_reads_prompts_or_whole_datasets_knows_ray():
     assert users == {
         "audit",
         "raydata",
+        "events",
         "rounds",
         "pipeline",
         "sources",
