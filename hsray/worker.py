@@ -155,7 +155,7 @@ class CaptureWorker:
 
     def _capture_and_publish(self, prompts: ShardPrompts, receipt: Receipt) -> Receipt:
         if not len(prompts.prompt_ids):
-            return self._publish(prompts, self._no_states(), receipt)
+            return self._publish(prompts, self._no_states(), replace(receipt, captured=True))
         buffer, receipt = self._capture(prompts, receipt)
         try:
             return self._publish(prompts, buffer.states, receipt)

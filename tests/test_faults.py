@@ -104,4 +104,5 @@ def test_a_prompt_that_hangs_its_engine_is_named_in_the_engines_words(ray_sessio
         PromptFailed, match=re.escape(f"{words}; take it out of the dataset, or pass on_failure='skip'")
     ):
         build(poisoned, prompts_with(p7=HANGS), tmp_path / "out", request_timeout_s=2)
-    assert len(list((tmp_path / "out/shards").iterdir())) >= 4  # the others' work is kept
+    assert load_manifest(Store(tmp_path / "out")).skipped == ()
+    assert not (tmp_path / "out/lease.json").exists()
