@@ -116,6 +116,7 @@ class Store:
         """Adds to an object, or begins it; for one writer's log. A kill may leave part of `data` locally; elsewhere the object
         is published anew."""
         if self.is_local:
+            os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
             with open(self.path(name), "ab") as file:
                 file.write(data)
         else:

@@ -1,5 +1,6 @@
 """Whatever dies, hangs or refuses: nothing is lost or doubled, and a prompt that is to blame is named, or left out and listed."""
 
+import argparse
 import json
 import re
 import shutil
@@ -11,6 +12,8 @@ import torch
 
 import hsray
 from hsray.engine import PromptFailed
+from hsray.events import NAME as EVENTS_NAME
+from hsray.flags import parse_engines
 from hsray.manifest import load_manifest
 from hsray.store import Store
 from tests.test_build import files_of
@@ -81,6 +84,11 @@ def test_prompts_that_fail_are_left_out_and_listed_and_the_others_are_kept(ray_s
     assert "process died 1 times while it was there, without a word" in died
     assert "CUDA error: an illegal memory access" in refused
     assert "NaN or infinite numbers" in not_finite
+    events = [json.loads(line) for line in (tmp_path / "out" / EVENTS_NAME).read_text().splitlines()]
+    assert [event["event"] for event in events[:1] + events[-1:]] == ["build", "end"]
+    assert sorted(event["shard"] for event in events if event["event"] == "receipt") == list(range(6))
+    assert [event["prompt_id"] for event in events if event["event"] == "drop"] == ["p3", "p4", "p5", "p8"]
+    assert any(event["event"] == "retry" and event["shard"] == 1 and event["attempt"] == 1 for event in events)
     dataset = hsray.read(tmp_path / "out")
     kept = [row for row in rows if row["id"] not in ("p3", "p4", "p5", "p8")]
     assert [dataset[index]["prompt_id"] for index in range(8)] == [row["id"] for row in kept]
@@ -106,3 +114,31 @@ def test_a_prompt_that_hangs_its_engine_is_named_in_the_engines_words(ray_sessio
         build(poisoned, prompts_with(p7=HANGS), tmp_path / "out", request_timeout_s=2)
     assert load_manifest(Store(tmp_path / "out")).skipped == ()
     assert not (tmp_path / "out/lease.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engines": (3, 2)}, "engines=(3, 2); give a number, or the fewest and the most, as in (2, 16)"),
+        ({"engines": (1, 2, 3)}, "engines=(1, 2, 3); give a number, or the fewest and the most"),
+        ({"engines": (0, 2)}, "engines=0; give a whole number from 1 up"),
+        ({"max_attempts": 0}, "max_attempts=0; give a whole number from 1 up"),
+        ({"on_failure": "ignore"}, "on_failure='ignore'; wanted 'stop' or 'skip'"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_clear_error(tiny_llama, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(tiny_llama, prompts_with(), tmp_path / "out", **changes)
+
+
+@pytest.mark.parametrize(("text", "engines"), [("4", 4), ("2:16", (2, 16)), (" 1:1 ", (1, 1))])
+def test_a_number_of_engines_is_read_or_a_range_of_them(text, engines):
+    assert parse_engines(text) == engines
+
+
+@pytest.mark.parametrize("text", ["", "2:", ":2", "1-2", "-1", "two"])
+def test_what_is_no_number_of_engines_is_an_error_that_shows_it(text):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=f"{text!r} is no number of engines; write for example 4, or 2:16"
+    ):
+        parse_engines(text)
