@@ -10,9 +10,9 @@ import pyarrow as pa
 
 from hsray.digest import content_digest, value_bytes
 from hsray.manifest import Manifest, ManifestError, load_manifest
-from hsray.pipeline import plan_files_of
 from hsray.plan import PlanFile, read_plan_file, shard_number
 from hsray.raydata import blocks_of, ray_data
+from hsray.rounds import plan_files_of
 from hsray.shard import ShardError, ShardPrompts, all_finite, state_columns
 from hsray.shard_file import ShardFile
 from hsray.store import Store
@@ -174,6 +174,7 @@ def _check_task(
             rows = []
             for shard in task["shards"]:
                 prompts = ShardPrompts.from_plan(plan, shard - file.first_shard)
+                prompts = prompts.without(manifest.skipped_places.get(shard, ()))
                 rows.append({"shard": shard, "problem": shard_problem(store, manifest, shard, prompts, deep)})
         yield pa.Table.from_pylist(rows, schema=RESULT_SCHEMA)
 

@@ -7,6 +7,7 @@ row-major ``[S, D]`` block, and a prompt's rows stand at its offset in it, so a 
 Shapes: T tokens of a prompt, S tokens of a shard, D hidden size.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -47,6 +48,10 @@ class CaptureError(RuntimeError):
 
 class EngineDied(CaptureError):
     """The engine is gone; a new one must be opened."""
+
+
+class PromptFailed(CaptureError):
+    """A prompt's states cannot be had, though it was tried alone, and again where its engine died of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +120,8 @@ class CaptureEngine(AbstractContextManager, ABC):
     """Of the start, loading the model."""
     first_request_s: float = 0.0
     """Of the start, the first request."""
+    answered: float = 0.0
+    """When it last was done with a prompt, in seconds of `time.monotonic`."""
 
     def __init__(self, options: EngineOptions, memories: "Sequence[torch.Tensor]"):
         """Args: options: what it was opened with; memories: one flat uint8 tensor for each buffer it can lend."""
@@ -139,6 +146,16 @@ class CaptureEngine(AbstractContextManager, ABC):
         return ShardBuffer(
             index=index, memory=self._memories[index], num_tokens=num_tokens, options=self.options, home=self._free
         )
+
+    def drain(self, *, timeout_s: float, still_lent: int = 0) -> None:
+        """Takes back all the memory it has lent, but that of `still_lent` shards, for good; what was captured is written then.
+
+        Raises:
+            queue.Empty: some was not given back within `timeout_s`.
+        """
+        ends = time.monotonic() + timeout_s
+        for _ in self._memories[still_lent:]:
+            self._free.get(timeout=max(0.0, ends - time.monotonic()))
 
     def capture(self, input_ids: Sequence[int], *, into: ShardBuffer, at: int) -> None:
         """Runs one prompt and leaves its T rows of every layer at row `at` of `into`; complete on return.

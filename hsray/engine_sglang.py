@@ -134,7 +134,7 @@ class SGLangEngine(CaptureEngine):
                 if self._sglang is None:
                     self._belongings.end()
         self._places = asyncio.Semaphore(options.requests_in_flight)
-        self._answered, self._running, self._longest_first = time.monotonic(), 0, False
+        self.answered, self._running, self._longest_first = time.monotonic(), 0, False
         threading.Thread(target=self._sglang.loop.run_forever, name="hsray-sglang", daemon=True).start()
         started = time.monotonic()
         try:
@@ -226,7 +226,7 @@ class SGLangEngine(CaptureEngine):
         """SGLang's answer, so long as there is somebody to give one."""
         asked = time.monotonic()
         while not (await asyncio.wait({request}, timeout=LIVENESS_S))[0]:
-            silent_s = time.monotonic() - max(asked, self._answered)
+            silent_s = time.monotonic() - max(asked, self.answered)
             if silent_s > self.options.request_timeout_s:
                 request.cancel()
                 raise EngineDied(
@@ -239,7 +239,7 @@ class SGLangEngine(CaptureEngine):
                 raise EngineDied(
                     f"SGLang's scheduler process died during a prompt of {ticket.num_tokens} tokens: {words}"
                 )
-        self._answered = time.monotonic()
+        self.answered = time.monotonic()
         return await request
 
     def _checked(self, ticket: Ticket, reply: dict[str, Any]) -> list[int]:

@@ -66,6 +66,7 @@ class TransformersEngine(CaptureEngine):
                 self._run_one(ids_T, into, row)
             except Exception as error:
                 raise CaptureError.of(error, prompt=index) from error
+            self.answered = time.monotonic()
 
     def _run_one(self, input_ids: np.ndarray, into: ShardBuffer, at: int) -> None:
         import torch

@@ -10,11 +10,12 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 from hsray.engine import EngineOptions
-from hsray.pipeline import GPU_WRITERS, build, make_plan
+from hsray.pipeline import build, make_plan
 from hsray.plan import FILE_TOKENS, Plan
 from hsray.prompts import load_chat_tokenizer, tokenize_rows
 from hsray.raydata import blocks_of, ray_data
 from hsray.request import Request, settle
+from hsray.rounds import GPU_WRITERS
 from hsray.shard import ROW_GROUP_BYTES
 from hsray.sources import PromptError, read_rows
 

@@ -27,3 +27,11 @@ def parse_object(text: str) -> dict[str, Any]:
             f'a JSON {type(value).__name__}; an object is wanted, for example {{"name": 1}}'
         )
     return value
+
+
+def parse_engines(text: str) -> int | tuple[int, int]:
+    """A number of engines from ``"4"``, or the fewest and the most from ``"2:16"``."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of engines; write for example 4, or 2:16")
+    return int(match[1]) if match[2] is None else (int(match[1]), int(match[2]))

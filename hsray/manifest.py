@@ -8,7 +8,7 @@ It holds no time and no random name, so the same build always ends with the same
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
@@ -17,12 +17,15 @@ from typing import Any, Literal, get_args
 from hsray.float8 import FLOAT8
 from hsray.layers import resolve_layers
 from hsray.model import DTYPE_BYTES
-from hsray.plan import Plan, PlanFile, shard_name, shard_number
+from hsray.plan import Plan, PlanFile, list_dropped, shard_name, shard_number
 from hsray.shard import FileFormat
 from hsray.shard_file import ExpectedShard, check_shard
 from hsray.store import Store
 
 NAME = "manifest.json"
+
+#: Beside it while a build runs; see `hsray.lease`.
+LEASE_NAME = "lease.json"
 
 #: Footers read at a time; on an object store each is a round trip.
 CHECK_THREADS = 16
@@ -91,12 +94,28 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A planned prompt that was left out since its states cannot be had."""
+
+    shard: int
+    place: int
+    """Which of the shard's prompts, as planned, from 0."""
+    prompt_id: str
+    num_tokens: int
+    reason: str
+    """In the engine's own words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The content of ``manifest.json``."""
 
     state: Literal["planning", "building", "complete"]
     identity: Identity
     plan: Plan | None = None
+    """Its counts are without what was `skipped`; its files, and the identity, are as planned."""
+    skipped: tuple[Skipped, ...] = ()
+    """In the plan's order."""
     shard_file_bytes: tuple[int, ...] | None = None
     """Of each shard's file; None until complete."""
     shard_digests: tuple[str, ...] | None = None
@@ -106,6 +125,37 @@ class Manifest:
         """The manifest once the plan is written."""
         identity = replace(self.identity, prompts_digest=plan.prompts_digest, plan_digest=plan.digest)
         return replace(self, state="building", identity=identity, plan=plan)
+
+    @property
+    def skipped_places(self) -> dict[int, tuple[int, ...]]:
+        """Of the shards that lack some of the planned prompts: which."""
+        places: dict[int, tuple[int, ...]] = {}
+        for item in self.skipped:
+            places[item.shard] = (*places.get(item.shard, ()), item.place)
+        return places
+
+    def without(self, skipped: Sequence[Skipped], store: Store) -> "Manifest":
+        """The manifest of a dataset that more prompts are left out of, published, and the prompts listed before.
+
+        From here on a resumed build leaves out the same, whatever the engine does with them then.
+        """
+        prompts, tokens = list(self.plan.shard_prompts), list(self.plan.shard_tokens)
+        for item in skipped:
+            prompts[item.shard] -= 1
+            tokens[item.shard] -= item.num_tokens
+        plan = replace(
+            self.plan,
+            shard_prompts=tuple(prompts),
+            shard_tokens=tuple(tokens),
+            num_dropped=self.plan.num_dropped + len(skipped),
+        )
+        every = sorted((*self.skipped, *skipped), key=lambda item: (item.shard, item.place))
+        fewer = replace(self, plan=plan, skipped=tuple(every))
+        list_dropped(
+            store, [(self.shard_name(item.shard), item.prompt_id, item.num_tokens, item.reason) for item in every]
+        )
+        fewer.save(store)
+        return fewer
 
     def reopened(self) -> "Manifest":
         """The manifest of a dataset of which shards are to be made again."""
@@ -146,7 +196,7 @@ def load_manifest(store: Store) -> Manifest | None:
     except NotADirectoryError:
         raise ManifestError(f"{store.url!r} is a file; give an out= that is a folder, or new") from None
     except FileNotFoundError:
-        names = sorted(store.list())
+        names = sorted(set(store.list()) - {LEASE_NAME})
         if names:
             raise ManifestError(
                 f"{store.url!r} is not empty and holds no {NAME} (found {', '.join(names[:5])}); give an out= that is "
@@ -300,11 +350,15 @@ def _parse(content: dict[str, Any]) -> Manifest:
         state=content["state"],
         identity=Identity(**identity),
         plan=plan,
+        skipped=tuple(Skipped(**item) for item in content.get("skipped", ())),
         shard_file_bytes=tuple(sizes) if sizes is not None else None,
         shard_digests=tuple(digests) if digests is not None else None,
     )
     if manifest.state != "planning" and (plan is None or plan.digest != manifest.identity.plan_digest):
         raise ValueError("its plan is not the one its identity names")
+    counts = [count for item in manifest.skipped for count in (item.shard, item.place, item.num_tokens)]
+    if not _are_counts(counts) or any(item.shard >= plan.num_shards for item in manifest.skipped):
+        raise ValueError("it leaves out prompts of shards that were not planned")
     if manifest.state == "complete" and not (
         _are_counts(sizes) and _are_texts(digests) and len(sizes) == len(digests) == plan.num_shards
     ):

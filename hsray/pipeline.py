@@ -1,27 +1,20 @@
-"""The Ray Data graph, top to bottom: prompts to a plan, the plan's pending shards to engines, receipts to a report.
-
-Only plan rows and receipts pass through Ray. The states never do: the actor that captured a shard writes and
-publishes it, on a writer thread, while it captures the next one. A receipt is yielded after its object is published,
-and a task that Ray retries skips what is already there, so a shard is never lost, doubled or made again.
-"""
+"""A build, top to bottom: prompts to a plan, the plan's pending shards through `hsray.rounds` to engines, and an inventory."""
 
 import logging
 import os
 import sys
 import time
-import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import pyarrow as pa
-
 import hsray
 from hsray.engine import EngineName, EngineOptions
+from hsray.events import Events
 from hsray.layers import LayersSpec
+from hsray.lease import Lease, held
 from hsray.manifest import NAME as MANIFEST_NAME
 from hsray.manifest import (
     Identity,
@@ -36,26 +29,22 @@ from hsray.manifest import (
     pending_shards,
     published_shards,
 )
-from hsray.model import ModelDescription
-from hsray.plan import DROPPED_NAME, Plan, PlanFile, digest_rows, read_plan_file, write_plan
+from hsray.plan import DROPPED_NAME, Plan, digest_rows, write_plan
 from hsray.prompts import digest_rows as digest_dataset
 from hsray.prompts import tokenize_rows
-from hsray.raydata import RETRIES, blocks_of, ray_data
-from hsray.report import BuildReport, Receipt
+from hsray.raydata import blocks_of, job_name, ray_data
+from hsray.report import BuildReport
 from hsray.request import Request, settle
+from hsray.rounds import Rounds
 from hsray.shard import FileFormat, shard_schema
 from hsray.sources import read_rows
 from hsray.store import Store
-from hsray.worker import CaptureJob, CaptureWorker
+from hsray.worker import CaptureJob
 
 if TYPE_CHECKING:
     import ray.data
 
 logger = logging.getLogger(__name__)
-
-#: Shards that an actor writes at one time, while it captures another: one core writes about 1 GB/s, and a GPU's engine
-#: may make more. Without a GPU the cores are the engine's, and it makes less.
-GPU_WRITERS, CPU_WRITERS = 2, 1
 
 
 def build(
@@ -67,7 +56,7 @@ def build(
     engine: EngineName = "sglang",
     engine_args: Mapping[str, Any] | None = None,
     tensor_parallel: int = 1,
-    engines: int | None = None,
+    engines: int | tuple[int, int] | None = None,
     requests_in_flight: int = 1,
     prefill_tokens: int = 16_384,
     dtype: str = "auto",
@@ -85,6 +74,8 @@ def build(
     file_format: FileFormat = "parquet",
     compression: str = "none",
     request_timeout_s: float = 1800.0,
+    max_attempts: int = 3,
+    on_failure: Literal["stop", "skip"] = "stop",
     storage_options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
@@ -103,7 +94,8 @@ def build(
         engine: ``"sglang"``, or ``"transformers"`` for models that SGLang lacks.
         engine_args: Arguments for the engine itself, such as ``{"attention_backend": "triton"}`` for SGLang.
         tensor_parallel: GPUs of one node that share the model in each engine.
-        engines: Engine actors; by default as many as the cluster's GPUs allow, and one where there is none.
+        engines: Engine actors; by default as many as the cluster's GPUs allow, and one where there is none. ``(2, 16)``: as
+            many, between these, as the cluster has room for, nodes that join later too; an autoscaler is asked for them.
         requests_in_flight: Prompts that an engine is given at one time, to compute in one pass. One keeps every number
             reproducible to the last bit; more pays where prompts are short, below about 2,000 tokens on a GPU, and best
             with shards of several passes.
@@ -129,7 +121,11 @@ def build(
             in flight).
         file_format: Of the shards: ``"parquet"``, or ``"arrow"`` (IPC files, which training from a local disk maps).
         compression: Of Parquet shards: ``"none"``, or ``"zstd:1"`` (any level up to 22).
-        request_timeout_s: An engine that answers nothing for so long ends the build.
+        request_timeout_s: An engine that answers nothing for so long is killed, and its shard tried again.
+        max_attempts: How often a shard is tried whose engine dies, before its prompts are tried one by one.
+        on_failure: What to do about a prompt whose states cannot be had, since its engine dies of it, refuses it, or makes
+            numbers that are not finite: ``"stop"``, with an error that names it; or ``"skip"`` it, and list it in
+            ``dropped.parquet`` with the engine's own words.
         storage_options: For the filesystem of `dataset` and `out`; never stored.
         trust_remote_code: Lets the model's own code run.
         progress: Shows a progress bar.
@@ -137,7 +133,8 @@ def build(
     Raises:
         PromptError: a row that cannot be used, by file and line.
         ManifestError: `out` holds something else, or another dataset than the one asked for.
-        CaptureError: the engine did not start, or gave what must not be stored.
+        LeaseError: another driver is building there.
+        CaptureError: the engine did not start, or gave what must not be stored; a `PromptFailed` names the prompt.
     """
     started = time.monotonic()
     request = settle(
@@ -164,35 +161,53 @@ def build(
         file_format=file_format,
         compression=compression,
         request_timeout_s=request_timeout_s,
+        max_attempts=max_attempts,
+        on_failure=on_failure,
         trust_remote_code=trust_remote_code,
     )
     _show_layers(layers, request.identity, progress)
     store = Store(out, storage_options)
     if store.is_private:
         raise ValueError(f"out={store.url!r} is memory of this process alone; give a folder, or an object store")
+    load_manifest(store)  # raises where the folder holds something else, before anything is written to it
+    with ray_data(), held(store, job=job_name()) as lease:
+        report = _build(dataset, request, store, lease, storage_options, progress)
+    report.elapsed_s = time.monotonic() - started
+    logger.info("%s", report)
+    return report
+
+
+def _build(
+    dataset: Any,
+    request: Request,
+    store: Store,
+    lease: Lease,
+    storage_options: Mapping[str, Any] | None,
+    progress: bool,
+) -> BuildReport:
+    """A build in a folder that is this driver's alone."""
+    started = time.monotonic()
     manifest = _open_dataset(store, request.identity)
-    with ray_data():
-        with _forgotten_on_error(manifest, store):
-            manifest = _plan(manifest, dataset, store, request, storage_options, progress)
-        planned = time.monotonic()
-        published = published_shards(store, manifest.identity.file_format)
-        digests = check_shards(manifest, published, store)
-        pending = pending_shards(manifest.plan, published)
-        report = _report(manifest, store)
-        report.plan_s = planned - started
-        if pending:
-            pool = Pool.of(manifest.identity, request.engines, num_pending=len(pending))
-            of_this_run = {"trust_remote_code": trust_remote_code, "request_timeout_s": request_timeout_s}
-            job = _capture_job(manifest, request.model, store, storage_options, pool.writers_each, of_this_run)
-            digests |= _capture(job, manifest, pending, pool, report, progress)
+    with _forgotten_on_error(manifest, store, lease):
+        manifest = _plan(manifest, dataset, store, request, lease, storage_options, progress)
+    published = published_shards(store, manifest.identity.file_format)
+    digests = check_shards(manifest, published, store)
+    pending = pending_shards(manifest.plan, published)
+    report = _report(manifest, store)
+    report.plan_s = time.monotonic() - started
+    if pending:
+        job = _capture_job(manifest, request, store, storage_options)
+        with Events(store, shards_left=len(pending)) as events:
+            rounds = Rounds(job, manifest, store, lease, report, events, engines=request.engines, progress=progress)
+            digests |= rounds.capture(pending)
+        manifest = rounds.manifest
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
+    lease.check()
     if manifest.state != "complete" or pending:
         manifest = complete(manifest, store, digests)
     check_inventory(manifest, published_shards(store, manifest.identity.file_format), store)
     report.nbytes = sum(manifest.shard_file_bytes)
-    report.elapsed_s = time.monotonic() - started
-    logger.info("%s", report)
     return report
 
 
@@ -222,7 +237,6 @@ def _open_dataset(store: Store, wanted: Identity) -> Manifest:
             f"{store.url!r} holds shards but no finished plan: another build may be planning there, or its manifest was "
             "lost; wait for it, restore the manifest, or give another out="
         )
-    store.check_writable()
     manifest = Manifest(state="planning", identity=wanted)
     manifest.save(store)
     return manifest
@@ -233,6 +247,7 @@ def _plan(
     dataset: Any,
     store: Store,
     request: Request,
+    lease: Lease,
     storage_options: Mapping[str, Any] | None,
     progress: bool,
 ) -> Manifest:
@@ -244,6 +259,7 @@ def _plan(
         return manifest
     _forget_plan(store)
     manifest = manifest.with_plan(make_plan(rows, request, store, on_shape=_say_shape if progress else None))
+    lease.check()
     manifest.save(store)
     return manifest
 
@@ -270,12 +286,12 @@ def _say_shape(shape: str, source: str) -> None:
 
 
 @contextmanager
-def _forgotten_on_error(manifest: Manifest, store: Store) -> Iterator[None]:
+def _forgotten_on_error(manifest: Manifest, store: Store, lease: Lease) -> Iterator[None]:
     """Leaves nothing of a dataset whose plan could not be made, unless another build has gone on with the folder."""
     try:
         yield
     except BaseException:
-        if manifest.plan is None and load_manifest(store) == manifest:
+        if manifest.plan is None and not lease.is_lost and load_manifest(store) == manifest:
             _forget_plan(store)
             store.remove(MANIFEST_NAME)
         raise
@@ -289,13 +305,11 @@ def _forget_plan(store: Store) -> None:
 
 def _capture_job(
     manifest: Manifest,
-    model: ModelDescription,
+    request: Request,
     store: Store,
     storage_options: Mapping[str, Any] | None,
-    num_writers: int,
-    of_this_run: Mapping[str, Any],
 ) -> CaptureJob:
-    """The job that a dataset's identity asks for; `of_this_run`: options of the engine that are no part of it."""
+    """The job that a dataset's identity asks for, with what of the request is no part of it."""
     identity, plan = manifest.identity, manifest.plan
     about = {
         "format_version": "1",
@@ -307,7 +321,7 @@ def _capture_job(
         "engine": identity.engine,
     }
     options = EngineOptions(
-        model=model,
+        model=request.model,
         layers=identity.layers,
         max_tokens=plan.longest_prompt,
         buffer_tokens=max(plan.shard_tokens),
@@ -315,11 +329,12 @@ def _capture_job(
         requests_in_flight=identity.requests_in_flight,
         prefill_tokens=identity.prefill_tokens,
         engine_args=identity.engine_args,
-        **of_this_run,
+        trust_remote_code=request.prompts.trust_remote_code,
+        request_timeout_s=request.request_timeout_s,
     )
     return CaptureJob(
         engine=identity.engine,
-        options=replace(options, num_buffers=options.shards_in_capture + num_writers),
+        options=options,
         out=store.url,
         storage_options=storage_options,
         schema=shard_schema(
@@ -329,128 +344,10 @@ def _capture_job(
         file_format=identity.file_format,
         compression=identity.compression,
         identity_digest=identity.digest,
+        skipped=manifest.skipped_places,
+        max_attempts=request.max_attempts,
+        on_failure=request.on_failure,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
-    """The engine actors, as the cluster allows."""
-
-    engines: int
-    gpus_each: int
-    cpus_each: int
-    writers_each: int
-
-    @classmethod
-    def of(cls, identity: Identity, engines: int | None, *, num_pending: int) -> "Pool":
-        """As many actors as were asked for or the GPUs allow, and no more than there are shards for."""
-        import ray
-
-        resources = ray.cluster_resources()
-        num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-        gpus_each = identity.tensor_parallel if num_gpus else 0
-        if engines is None:
-            engines = max(1, num_gpus // gpus_each) if gpus_each else 1
-        engines = min(engines, num_pending)
-        writers_each = GPU_WRITERS if num_gpus else CPU_WRITERS
-        return cls(
-            engines=engines,
-            gpus_each=gpus_each,
-            cpus_each=max(1, min(writers_each, num_cpus // engines)),
-            writers_each=writers_each,
-        )
-
-
-def _capture(
-    job: CaptureJob, manifest: Manifest, pending: list[int], pool: Pool, report: BuildReport, progress: bool
-) -> dict[int, str]:
-    """Streams the pending shards to the engine actors, one a task, and gathers their receipts; gives their digests."""
-    import ray.data
-    from ray.util.annotations import RayDeprecationWarning
-    from tqdm import tqdm
-
-    files = plan_files_of(manifest.plan.files, pending)
-    names: list[str] = []
-    tasks_each = job.options.num_buffers + 1  # some capture, others write, and one more stands ready for the engine
-    with warnings.catch_warnings():
-        # Ray Data 2.60 has no other way yet to bound an actor's restarts and to name it.
-        warnings.simplefilter("ignore", RayDeprecationWarning)
-        receipts = (
-            ray.data.from_items(files, override_num_blocks=len(files))
-            # It takes next to nothing, and the engines may hold every core.
-            .map_batches(_read_plan, fn_kwargs={"job": job}, batch_size=1, batch_format="pyarrow", num_cpus=0)
-            .map_batches(
-                CaptureWorker,
-                fn_constructor_args=(job,),
-                batch_size=1,
-                batch_format="pyarrow",
-                num_cpus=pool.cpus_each,
-                num_gpus=pool.gpus_each,
-                max_restarts=RETRIES,
-                max_task_retries=RETRIES,
-                ray_remote_args_fn=lambda: names.append(f"hsray-{uuid.uuid4().hex}") or {"name": names[-1]},
-                compute=ray.data.ActorPoolStrategy(
-                    size=pool.engines,
-                    max_concurrent_calls_per_actor=tasks_each,
-                    enable_true_multi_threading=True,
-                    max_tasks_in_flight_per_actor=tasks_each + 2,
-                ),
-            )
-        )
-    receipts.context.target_max_block_size = 1  # a block for each row: one shard a task, and its receipt at once
-    receipts.context.execution_options.preserve_order = False
-    digests: dict[int, str] = {}
-    num_tokens = sum(manifest.plan.shard_tokens[shard] for shard in pending)
-    with (
-        _killed_on_error(names),
-        tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="hidden states", disable=not progress) as bar,
-    ):
-        for block in blocks_of(receipts):
-            for receipt in (Receipt(**row) for row in block.to_pylist()):
-                report.add(receipt)
-                digests[receipt.shard] = receipt.digest
-                bar.start_t = report.first_started_at  # the engine's start says nothing of the time left
-                bar.set_postfix_str(
-                    f"{report.new_shards}/{len(pending)} shards, {report.nbytes / 1e6:,.0f} MB", refresh=False
-                )
-                bar.update(receipt.tokens)
-    return digests
-
-
-@contextmanager
-def _killed_on_error(names: list[str]) -> Iterator[None]:
-    """Ends the actors of a run that fails. Ray ends them once they are garbage, which an error's traceback puts off; a
-    next run in this process would wait for their GPUs for ever."""
-    import ray
-
-    try:
-        yield
-    except BaseException:
-        for name in names:
-            with suppress(ValueError):  # it has ended by itself
-                ray.kill(ray.get_actor(name))
-        raise
-
-
-def plan_files_of(files: Sequence[PlanFile], pending: list[int]) -> list[dict[str, Any]]:
-    """The plan files that hold some shards, each with the numbers of those."""
-    waiting = set(pending)
-    rows = []
-    for file in files:
-        shards = [s for s in range(file.first_shard, file.first_shard + file.num_shards) if s in waiting]
-        if shards:
-            rows.append({**asdict(file), "shards": shards})
-    return rows
-
-
-def _read_plan(batch: pa.Table, *, job: CaptureJob) -> Iterator[pa.Table]:
-    """The pending rows of a plan file, one by one."""
-    store = Store(job.out, job.storage_options)
-    for row in batch.to_pylist():
-        file = PlanFile(**{item.name: row[item.name] for item in fields(PlanFile)})
-        plan = read_plan_file(store, file)
-        for shard in row["shards"]:
-            yield plan.slice(shard - file.first_shard, 1)
 
 
 def _report(manifest: Manifest, store: Store) -> BuildReport:

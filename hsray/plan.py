@@ -156,6 +156,17 @@ def read_plan_file(store: Store, file: PlanFile) -> pa.Table:
     return pq.read_table(pa.BufferReader(data), schema=PLAN_SCHEMA)
 
 
+def list_dropped(store: Store, rows: Sequence[tuple[str, str, int, str]]) -> None:
+    """Adds rows of `DROPPED_SCHEMA` to the list of what was left out, in place of those of the same sources, if any."""
+    listed = pa.Table.from_pylist([dict(zip(DROPPED_SCHEMA.names, row, strict=True)) for row in rows], DROPPED_SCHEMA)
+    if store.exists(DROPPED_NAME):
+        before = pq.read_table(pa.BufferReader(store.read(DROPPED_NAME)), schema=DROPPED_SCHEMA)
+        others = pc.invert(pc.is_in(before["source"], listed["source"].combine_chunks()))
+        listed = pa.concat_tables([before.filter(others), listed])
+    with store.staged(DROPPED_NAME) as sink:
+        pq.write_table(listed, sink)
+
+
 class ShardCutter:
     """Where one shard ends and the next begins."""
 

@@ -1,7 +1,10 @@
 """Ray Data as hsray uses it: connected or started, quiet and patient, rows in order, and a worker's errors as themselves."""
 
+import json
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,11 +16,15 @@ from hsray.engine import EngineDied
 if TYPE_CHECKING:
     import ray.data
 
-#: How often an actor that dies is started again, and its tasks with it; Ray Data itself would do so for ever.
-RETRIES = 2
+#: Where words are left in Ray's own key-value store.
+NAMESPACE = b"hsray"
 
 #: Ray Data writes its own advice into a worker's exception, from here on.
 RAY_ADVICE = "\nFailed to apply UDF transform after"
+
+
+class ProcessDied(EngineDied):
+    """Ray has lost an actor too often, or with its node."""
 
 
 @contextmanager
@@ -46,12 +53,61 @@ def ray_data() -> Iterator[None]:
             setattr(context, name, value)
         context.execution_options.preserve_order = True
         data_logger.setLevel(logging.CRITICAL)  # what fails is raised here, without Ray's pages around it
-        yield
+        with _stopped_by_sigterm():
+            yield
     finally:
         for name, value in before.items():
             setattr(context, name, value)
         context.execution_options.preserve_order = before_order
         data_logger.setLevel(before_level)
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Lets SIGTERM, with which ``ray job stop`` and Kubernetes begin, interrupt as Ctrl-C does.
+
+    It is put in place after Ray has started, which sets a handler of its own that exits.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def job_name() -> str:
+    """What this driver is called in its cluster: the name that ``ray job`` knows, else Ray's number."""
+    import ray
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    submitted = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("metadata", {})
+    return submitted.get("job_submission_id") or ray.get_runtime_context().get_job_id()
+
+
+def attempt_number() -> int:
+    """How often Ray has tried the task that runs here before; each time the process died."""
+    from ray._private.worker import global_worker
+
+    return global_worker.core_worker.get_current_task_attempt_number()
+
+
+def leave_words(key: str, words: str) -> None:
+    """Leaves words in the cluster for whoever comes next; what is written to a log is on a node that may be gone."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(key.encode(), words.encode(), namespace=NAMESPACE)
+
+
+def words_left(key: str) -> str:
+    """The words that were left last, which are then gone; none if there are none."""
+    from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get
+
+    words = _internal_kv_get(key.encode(), namespace=NAMESPACE)
+    _internal_kv_del(key.encode(), namespace=NAMESPACE)
+    return (words or b"").decode()
 
 
 def _start_ray() -> None:
@@ -68,7 +124,7 @@ def _start_ray() -> None:
 
 def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
     """A Ray dataset's blocks, in order; an error raised in a worker is raised here as itself."""
-    from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+    from ray.exceptions import RayActorError, RayTaskError
 
     try:
         for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
@@ -76,15 +132,10 @@ def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
                 yield block
     except RayTaskError as error:
         raise _own_error(error) from error
-    except ActorUnavailableError as error:
-        raise EngineDied(
-            f"Ray lost touch with an engine's process: its node, or Ray on it, has gone. Saying the same again resumes the "
-            f"build. Ray says: {error}"
-        ) from error
     except RayActorError as error:
-        raise EngineDied(
-            f"an engine's process died again and again ({RETRIES} new starts), without a word of its own; out of memory is "
-            f"the usual cause (the kernel's log says so). Ray says: {error}"
+        raise ProcessDied(
+            f"an engine's process died again and again, or its node has gone; out of memory is the usual cause (the "
+            f"kernel's log says so). Saying the same again resumes the build. Ray says: {error}"
         ) from error
 
 

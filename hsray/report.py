@@ -25,6 +25,12 @@ class Receipt:
     """Unix time at which the shard's capture began."""
     published_at: float
     """Unix time at which the shard was published."""
+    attempt: int = 0
+    """How often the shard was tried before, in vain: the process died."""
+    earlier: str = ""
+    """What the engine said of the last such time, if it could."""
+    failure: str = ""
+    """Why there is no such shard; empty if it was published."""
     captured: bool = False
     """False if the shard was there already, so that nothing was computed."""
     nbytes: int = 0
@@ -42,6 +48,19 @@ class Receipt:
     """Making the Parquet file."""
     publish_s: float = 0.0
     """Synchronising or sending it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What an actor says of a prompt that it tried alone."""
+
+    shard: int
+    place: int
+    """Which of the shard's prompts, as planned, from 0."""
+    prompt_id: str
+    num_tokens: int
+    failure: str
+    """In the engine's own words; empty if its states can be had."""
 
 
 #: What an engine does, and what its writers do beside it: the parts of a shard's time, each a `Receipt`'s ``.._s``.

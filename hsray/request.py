@@ -25,6 +25,7 @@ CHOICES = {
     "too_long": ("error", "drop", "truncate"),
     "duplicates": ("keep", "drop"),
     "sort": ("input", "length"),
+    "on_failure": ("stop", "skip"),
 }
 
 
@@ -36,7 +37,10 @@ class Request:
     """Without the digests of its prompts and its plan."""
     model: ModelDescription
     prompts: PromptOptions
-    engines: int | None
+    engines: int | tuple[int, int] | None
+    max_attempts: int
+    on_failure: str
+    request_timeout_s: float
 
     @property
     def bytes_per_token(self) -> int:
@@ -67,7 +71,7 @@ def settle(
     engine: EngineName,
     engine_args: Mapping[str, Any] | None,
     tensor_parallel: int,
-    engines: int | None,
+    engines: int | tuple[int, int] | None,
     requests_in_flight: int,
     prefill_tokens: int,
     dtype: str,
@@ -85,6 +89,8 @@ def settle(
     file_format: str,
     compression: str,
     request_timeout_s: float,
+    max_attempts: int,
+    on_failure: str,
     trust_remote_code: bool,
 ) -> Request:
     """Checks the keywords of `hsray.build`, reading the model's config and tokenizer, and no weights.
@@ -100,10 +106,12 @@ def settle(
         "too_long": too_long,
         "duplicates": duplicates,
         "sort": sort,
+        "on_failure": on_failure,
     }
     for name, value in chosen.items():
         if value not in CHOICES[name]:
             raise ValueError(f"{name}={value!r}; wanted {' or '.join(map(repr, CHOICES[name]))}")
+    del chosen["on_failure"]  # a dataset is the same one, whatever would have become of a prompt that failed
     check_engine_args(engine, engine_args or {})
     codec(compression, file_format)
     requests_in_flight = _count("requests_in_flight", requests_in_flight)
@@ -112,7 +120,8 @@ def settle(
         raise ValueError(f"request_timeout_s={request_timeout_s!r}; give a number of seconds above 0")
     if requests_in_flight > MAX_REQUESTS_IN_FLIGHT:
         raise ValueError(f"requests_in_flight={requests_in_flight}; give 1 up to {MAX_REQUESTS_IN_FLIGHT}")
-    engines = None if engines is None else _count("engines", engines)
+    engines = _engines(engines)
+    max_attempts = _count("max_attempts", max_attempts)
     tensor_parallel = _count("tensor_parallel", tensor_parallel)
     for name, value in (("tensor_parallel", tensor_parallel), ("requests_in_flight", requests_in_flight)):
         if engine == "transformers" and value != 1:
@@ -166,7 +175,15 @@ def settle(
         prompts_digest=None,
         plan_digest=None,
     )
-    return Request(identity=identity, model=description, prompts=prompts, engines=engines)
+    return Request(
+        identity=identity,
+        model=description,
+        prompts=prompts,
+        engines=engines,
+        max_attempts=max_attempts,
+        on_failure=on_failure,
+        request_timeout_s=request_timeout_s,
+    )
 
 
 def _read_template(path: str | Path) -> str:
@@ -176,6 +193,18 @@ def _read_template(path: str | Path) -> str:
         raise FileNotFoundError(
             f"chat_template={str(path)!r} cannot be read ({error}); give a file with a Jinja template"
         ) from error
+
+
+def _engines(value: Any) -> int | tuple[int, int] | None:
+    """How many engines, or between how many."""
+    if value is None:
+        return None
+    if isinstance(value, tuple | list):
+        counts = tuple(_count("engines", number) for number in value)
+        if len(counts) != 2 or counts[0] > counts[1]:
+            raise ValueError(f"engines={value!r}; give a number, or the fewest and the most, as in (2, 16)")
+        return counts
+    return _count("engines", value)
 
 
 def _count(name: str, value: Any) -> int:

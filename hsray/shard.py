@@ -18,7 +18,7 @@ Shapes: T tokens of a prompt, S tokens of a shard, D hidden size.
 import ctypes
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import IO, TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -65,6 +65,18 @@ class ShardPrompts:
             input_ids=plan["input_ids"][row].values,
             loss_masks=plan["loss_mask"][row].values,
         )
+
+    def without(self, places: Sequence[int]) -> "ShardPrompts":
+        """The others, in their order."""
+        if not places:
+            return self
+        kept = pa.array(np.delete(np.arange(len(self.prompt_ids)), list(places)))
+        columns = {name: getattr(self, name).take(kept) for name in ("prompt_ids", "input_ids", "loss_masks")}
+        return replace(self, **columns)
+
+    def alone(self, place: int) -> "ShardPrompts":
+        """One of them."""
+        return self.without([other for other in range(len(self.prompt_ids)) if other != place])
 
     @property
     def ends(self) -> np.ndarray:
@@ -235,7 +247,8 @@ def row_groups(table: pa.Table) -> Iterator[tuple[int, int]]:
             yield start, row
             start, num_bytes = row, 0
         num_bytes += num_tokens * row_bytes
-    yield start, len(table)
+    if len(table):
+        yield start, len(table)
 
 
 def stamped(schema: pa.Schema, *, shard: int, identity_digest: str) -> pa.Schema:

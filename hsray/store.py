@@ -99,6 +99,37 @@ class Store:
         with self.staged(name) as sink:
             sink.write(data)
 
+    def create(self, name: str, data: bytes) -> bool:
+        """Publishes a small object unless there is one of that name; says whether `data` is now what is there.
+
+        Of several that create it, one does, on local folders and where fsspec can ask for it (S3, GCS); elsewhere it looks
+        before and after. A kill may leave it empty locally.
+        """
+        if self.is_local:
+            os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
+            try:
+                with open(self.path(name), "xb") as file:
+                    file.write(data)
+            except FileExistsError:
+                return False
+            return True
+        try:
+            self._fs.pipe_file(self.path(name), data, mode="create")
+        except OSError:  # each filesystem has its own way to say that it is there
+            if not self.exists(name):
+                raise
+        return self.read(name) == data
+
+    def append(self, name: str, data: bytes) -> None:
+        """Adds to an object, or begins it; for one writer's log. A kill may leave part of `data` locally; elsewhere the object
+        is published anew."""
+        if self.is_local:
+            os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
+            with open(self.path(name), "ab") as file:
+                file.write(data)
+        else:
+            self.publish(name, (self.read(name) if self.exists(name) else b"") + data)
+
     @contextmanager
     def staged(self, name: str) -> Iterator[IO[bytes]]:
         """A file to write an object into; published when the block ends, forgotten when it raises."""
@@ -171,7 +202,8 @@ class Store:
         probe = f"{TEMPORARY_PREFIX}probe"
         try:
             self.publish(probe, b"hsray")
-            self.remove(probe)
+            with suppress(FileNotFoundError):  # another build's probe of the same folder was removed, and it with it
+                self.remove(probe)
         except OSError as error:
             raise type(error)(f"{self.url!r} cannot be written: {error}; give an out= that can") from error
 

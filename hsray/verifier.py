@@ -211,6 +211,7 @@ def _read_plan(manifest: Manifest, store: Store, chosen: Sequence[int]) -> dict[
         table = read_plan_file(store, file) if shards else None
         for shard in shards:
             prompts = ShardPrompts.from_plan(table, shard - file.first_shard)
+            prompts = prompts.without(manifest.skipped_places.get(shard, ()))
             masks = prompts.loss_masks.flatten().to_numpy(zero_copy_only=False)
             rows = zip(prompts.prompt_ids.to_pylist(), prompts.tokens, np.split(masks, prompts.ends[1:-1]), strict=True)
             for row, (prompt_id, ids_T, mask_T) in enumerate(rows, start=wanted[shard]):

@@ -3,23 +3,34 @@
 The states never leave it. Ray runs several tasks of an actor at one time, each one shard's: one has the engine, the
 others write what they captured, and the engine's memory bounds how many there are. A shard that is there already is
 not made again.
+
+An engine that is gone takes its process with it, once what was captured is published and its last words are left. Ray
+starts the actor anew, perhaps on another node, and its tasks again; each task counts how often, and gives up in time.
 """
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from queue import Empty
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import pyarrow as pa
 
 from hsray.engine import CaptureError, EngineDied, EngineName, EngineOptions, ShardBuffer, open_engine
+from hsray.layers import Layer
 from hsray.plan import shard_name
-from hsray.report import Receipt
-from hsray.shard import FileFormat, ShardPrompts, shard_table, stamped, write_table
+from hsray.raydata import attempt_number, leave_words, words_left
+from hsray.report import Receipt, Verdict
+from hsray.shard import FileFormat, ShardError, ShardPrompts, shard_table, stamped, write_table
 from hsray.shard_file import ExpectedShard, check_shard
 from hsray.store import Store
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +46,18 @@ class CaptureJob:
     file_format: FileFormat
     compression: str
     identity_digest: str
+    skipped: Mapping[int, tuple[int, ...]]
+    """Of some shards, the places of the prompts that are left out."""
+    max_attempts: int
+    """How often a shard, or a prompt alone, is tried before its process's deaths are put down to it."""
+    on_failure: Literal["stop", "skip"]
+
+
+#: How long a process whose engine is gone waits for its writers.
+DRAIN_S = 60.0
+
+#: How often it is looked whether the engine answers; one that can tell by itself has so long to say it first.
+WATCH_S = 1.0
 
 
 class CaptureWorker:
@@ -45,6 +68,8 @@ class CaptureWorker:
         _use_all_cores()
         self._job, self._store = job, Store(job.out, job.storage_options)
         self._capturing = threading.Semaphore(job.options.shards_in_capture)
+        self._leaving = threading.Lock()
+        self._asked: dict[str, float] = {}  # what the engine is at work on, and since when
         self._not_started: Exception | None = None
         try:
             self._engine = open_engine(job.engine, job.options)
@@ -55,17 +80,23 @@ class CaptureWorker:
         versions = {b"hsray.engine_version": self._engine.version.encode()}
         self._schema = job.schema.with_metadata({**job.schema.metadata, **versions})
         self._engine_start_s = time.monotonic() - started
+        threading.Thread(target=self._watch, name="hsray-watch", daemon=True).start()
 
     def __call__(self, plan: pa.Table) -> Iterator[pa.Table]:
         """Captures and publishes the shards of some rows of the plan; yields each one's receipt once it is published."""
+        self._check_started()
+        for row in range(len(plan)):
+            prompts = ShardPrompts.from_plan(plan, row)
+            receipt = self._make(prompts.without(self._job.skipped.get(prompts.shard, ())))
+            yield pa.Table.from_pylist([asdict(receipt)])
+
+    def _check_started(self) -> None:
         if self._not_started is not None:
             words = f"the engine did not start: {type(self._not_started).__name__}: {self._not_started}"
             raise EngineDied(words) from self._not_started
-        for row in range(len(plan)):
-            receipt = self._make(ShardPrompts.from_plan(plan, row))
-            yield pa.Table.from_pylist([asdict(receipt)])
 
     def _make(self, prompts: ShardPrompts) -> Receipt:
+        attempt, key = attempt_number(), self._key(prompts.shard)
         receipt = Receipt(
             shard=prompts.shard,
             prompts=len(prompts.prompt_ids),
@@ -75,14 +106,71 @@ class CaptureWorker:
             first_request_s=self._engine.first_request_s,
             started_at=time.time(),
             published_at=time.time(),
+            attempt=attempt,
+            earlier=words_left(key) if attempt else "",
         )
         if self._store.exists(shard_name(prompts.shard, self._job.file_format)):
             return replace(receipt, digest=check_shard(self._store, self._expected(receipt)))
+        if attempt >= self._job.max_attempts:
+            return replace(receipt, failure=receipt.earlier or _died(attempt))
+        try:
+            return self._capture_and_publish(prompts, receipt)
+        except EngineDied as error:
+            self._leave(key, error)
+        except (CaptureError, ShardError) as error:
+            if self._job.on_failure == "stop":
+                raise
+            return replace(receipt, failure=str(error))
+
+    @contextmanager
+    def _asking(self, key: str) -> Iterator[None]:
+        """Watched while it lasts: the engine must answer."""
+        self._asked[key] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._asked[key]
+
+    def _watch(self) -> None:
+        """Ends this process once the engine is silent for too long."""
+        timeout_s = self._job.options.request_timeout_s
+        while True:
+            time.sleep(WATCH_S)
+            for key, asked in list(self._asked.items()):
+                silent_s = time.monotonic() - max(asked, self._engine.answered)
+                if silent_s > timeout_s + WATCH_S:
+                    words = f"the engine gave no answer within request_timeout_s={timeout_s:g} and was killed"
+                    self._leave(key, EngineDied(words))
+
+    def _key(self, *what: int) -> str:
+        return "/".join(map(str, (self._job.identity_digest, *what)))
+
+    def _leave(self, key: str, error: EngineDied) -> NoReturn:
+        """Ends this process, whose engine is gone, so that Ray starts another."""
+        leave_words(key, str(error))
+        print(error, file=sys.stderr, flush=True)
+        with self._leaving:  # for good
+            with suppress(Empty):  # a writer that hangs is given up; its shard is made again
+                self._engine.drain(timeout_s=DRAIN_S, still_lent=len(self._asked))
+            self._engine.close()
+            os._exit(1)
+
+    def _capture_and_publish(self, prompts: ShardPrompts, receipt: Receipt) -> Receipt:
+        if not len(prompts.prompt_ids):
+            return self._publish(prompts, self._no_states(), replace(receipt, captured=True))
         buffer, receipt = self._capture(prompts, receipt)
         try:
-            return self._publish(prompts, buffer, receipt)
+            return self._publish(prompts, buffer.states, receipt)
         finally:
             buffer.release()
+
+    def _no_states(self) -> "dict[Layer, torch.Tensor]":
+        """Of a shard all of whose prompts are left out."""
+        import torch
+
+        options = self._job.options
+        none_0D = torch.empty(0, options.model.hidden_size, dtype=getattr(torch, options.model.dtype))
+        return dict.fromkeys(options.layers, none_0D)
 
     def _expected(self, receipt: Receipt) -> ExpectedShard:
         model = self._job.options.model
@@ -104,7 +192,8 @@ class CaptureWorker:
             buffer = self._engine.buffer(receipt.tokens)
             lent = time.monotonic()
             try:
-                self._engine.capture_all(prompts.tokens, into=buffer)
+                with self._asking(self._key(prompts.shard)):
+                    self._engine.capture_all(prompts.tokens, into=buffer)
             except BaseException as error:
                 buffer.release()
                 if not isinstance(error, CaptureError):
@@ -118,10 +207,10 @@ class CaptureWorker:
             receipt, captured=True, started_at=started_at, wait_s=lent - asked, capture_s=captured - lent
         )
 
-    def _publish(self, prompts: ShardPrompts, buffer: ShardBuffer, receipt: Receipt) -> Receipt:
+    def _publish(self, prompts: ShardPrompts, states: "Mapping[Layer, torch.Tensor]", receipt: Receipt) -> Receipt:
         begun = time.monotonic()
         schema = stamped(self._schema, shard=prompts.shard, identity_digest=self._job.identity_digest)
-        table = shard_table(prompts, buffer.states, schema)
+        table = shard_table(prompts, states, schema)
         checked = time.monotonic()
         with self._store.staged(shard_name(prompts.shard, self._job.file_format)) as sink:
             write_table(table, sink, compression=self._job.compression, file_format=self._job.file_format)
@@ -137,6 +226,56 @@ class CaptureWorker:
             write_s=written - checked,
             publish_s=published - written,
         )
+
+
+class ProbeWorker(CaptureWorker):
+    """Tries the prompts of shards that could not be made, one at a time, and says which it is; keeps no states."""
+
+    def __call__(self, plan: pa.Table) -> Iterator[pa.Table]:
+        """A verdict on each row: a shard of the plan, and in ``place`` the prompt to try."""
+        self._check_started()
+        for row in range(len(plan)):
+            place = plan["place"][row].as_py()
+            yield pa.Table.from_pylist([asdict(self._try(ShardPrompts.from_plan(plan, row).alone(place), place))])
+
+    def _try(self, prompts: ShardPrompts, place: int) -> Verdict:
+        attempt, key = attempt_number(), self._key(prompts.shard, place)
+        failure = words_left(key) if attempt else ""
+        if not failure and attempt >= self._job.max_attempts:
+            failure = _died(attempt)
+        if not failure:
+            failure = self._failure(prompts, key)
+        return Verdict(
+            shard=prompts.shard,
+            place=place,
+            prompt_id=prompts.prompt_ids[0].as_py(),
+            num_tokens=int(prompts.ends[-1]),
+            failure=failure,
+        )
+
+    def _failure(self, prompts: ShardPrompts, key: str) -> str:
+        """Why a prompt's states cannot be had; empty if they can. An engine that dies of it takes the process along."""
+        try:
+            with self._capturing:
+                buffer = self._engine.buffer(int(prompts.ends[-1]))
+                try:
+                    with self._asking(key):
+                        self._engine.capture_all(prompts.tokens, into=buffer)
+                    shard_table(prompts, buffer.states, self._schema)
+                finally:
+                    buffer.release()
+        except EngineDied as error:
+            self._leave(key, error)
+        except (CaptureError, ShardError) as error:
+            return str(error)
+        return ""
+
+
+def _died(times: int) -> str:
+    return (
+        f"the engine's process died {times} times while it was there, without a word; out of memory is the usual cause (the "
+        "kernel's log says so)"
+    )
 
 
 def _use_all_cores() -> None:

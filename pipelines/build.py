@@ -14,7 +14,8 @@ from rich.console import Console
 
 import hsray
 from hsray.engine import CaptureError
-from hsray.flags import parse_bytes, parse_object
+from hsray.flags import parse_bytes, parse_engines, parse_object
+from hsray.lease import LeaseError
 
 #: Flags that are no keyword of `hsray.build`: what else to do, and the keywords of `hsray.estimate`.
 INSTEAD = ("preview", "dry_run")
@@ -67,8 +68,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tensor-parallel", type=int, default=1, help="GPUs of one node that share the model in each engine")
     add(
         "--engines",
-        type=int,
-        help="engine actors; by default as many as the cluster's GPUs allow, or one without a GPU",
+        type=parse_engines,
+        metavar="N or MIN:MAX",
+        help="engine actors; by default as many as the cluster's GPUs allow, or one without a GPU; 2:16 is as many, between "
+        "these, as the cluster has room for, nodes that join later too",
     )
     add(
         "--requests-in-flight",
@@ -156,7 +159,20 @@ def make_parser() -> argparse.ArgumentParser:
         "--request-timeout-s",
         type=float,
         default=1800.0,
-        help="an engine that answers nothing for so long ends the build",
+        help="an engine that answers nothing for so long is killed, and its shard tried again",
+    )
+    add(
+        "--max-attempts",
+        type=int,
+        default=3,
+        help="how often a shard is tried whose engine dies, before its prompts are tried one by one",
+    )
+    add(
+        "--on-failure",
+        default="stop",
+        choices=["stop", "skip"],
+        help="what becomes of a prompt whose states cannot be had: the build stops and names it, or it is skipped and listed in "
+        "dropped.parquet with the engine's own words",
     )
     add(
         "--storage-options",
@@ -199,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(hsray.estimate(dataset, **of_estimate, **arguments))
         else:
             print(hsray.build(dataset, **arguments))
-    except (ValueError, OSError, ImportError, CaptureError, RayError) as error:
+    except (ValueError, OSError, ImportError, CaptureError, LeaseError, RayError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import hsray
+from hsray.events import NAME as EVENTS_NAME
 
 
 def unique_prompts(count: int, longest: int, seed: int = 0, vocab_size: int = 1000) -> list[dict]:
@@ -23,7 +24,9 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 
 def files_of(out: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+    """Of a dataset, by name; without the log of the runs that made it."""
+    paths = [path for path in sorted(out.rglob("*")) if path.is_file() and path.name != EVENTS_NAME]
+    return {str(path.relative_to(out)): path.read_bytes() for path in paths}
 
 
 def build_tiny(tiny: Path, dataset: Path | list, out: Path | str, **changes: object) -> "hsray.pipeline.BuildReport":

@@ -158,6 +158,18 @@ def test_what_is_removed_is_gone(store):
     assert set(store.list()) == {"other"}
 
 
+def test_what_is_added_to_an_object_comes_after_what_it_holds(store):
+    for data in (b"one\n", b"two\n"):
+        store.append("log", data)
+    assert store.read("log") == b"one\ntwo\n"
+
+
+def test_an_object_is_created_once_and_says_by_whom(store):
+    assert store.create("a", b"first")
+    assert not store.create("a", b"second")
+    assert store.read("a") == b"first"
+
+
 def test_a_sweep_removes_what_killed_writers_left_and_nothing_else(tmp_path):
     store = Store(tmp_path)
     store.publish("shards/000000.parquet", b"x")

@@ -1,0 +1,144 @@
+"""Whatever dies, hangs or refuses: nothing is lost or doubled, and a prompt that is to blame is named, or left out and listed."""
+
+import argparse
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import hsray
+from hsray.engine import PromptFailed
+from hsray.events import NAME as EVENTS_NAME
+from hsray.flags import parse_engines
+from hsray.manifest import load_manifest
+from hsray.store import Store
+from tests.builds import files_of
+
+#: What becomes of a model that meets one of these tokens.
+EXITS, HANGS, RAISES, NOT_FINITE = 901, 902, 903, 904
+
+MODELING = f"""
+import os, time
+from transformers import LlamaForCausalLM
+
+class PoisonedLlama(LlamaForCausalLM):
+    def get_decoder(self):
+        self.model.register_forward_pre_hook(poison, with_kwargs=True)
+        return self.model
+
+def poison(module, args, kwargs):
+    ids = kwargs["input_ids"]
+    if (ids == {EXITS}).any():
+        os._exit(1)
+    if (ids == {HANGS}).any():
+        time.sleep(3600)
+    if (ids == {RAISES}).any():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if (ids == {NOT_FINITE}).any():
+        module.embed_tokens.weight.data[{NOT_FINITE}] = float("nan")
+"""
+
+
+@pytest.fixture(scope="module")
+def poisoned(tiny_llama, tmp_path_factory) -> Path:
+    """The tiny Llama, with code of its own that some tokens make die, hang, raise or compute no number."""
+    folder = shutil.copytree(tiny_llama, tmp_path_factory.mktemp("poisoned") / "model")
+    (folder / "modeling_poisoned.py").write_text(MODELING)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_poisoned.PoisonedLlama"}
+    config["architectures"] = ["PoisonedLlama"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def prompts_with(**poison: int) -> list[dict]:
+    """Twelve prompts, two to a shard, some with a token of poison in them."""
+    rows = [{"id": f"p{number}", "input_ids": list(range(number, number + 10))} for number in range(12)]
+    for name, token in poison.items():
+        rows[int(name[1:])]["input_ids"][5] = token
+    return rows
+
+
+def build(model: Path, rows: list[dict], out: Path, **changes: object) -> "hsray.report.BuildReport":
+    asked = {"model": str(model), "layers": [0, "final"], "out": out, "engine": "transformers", "progress": False}
+    asked |= {"trust_remote_code": True, "shard_bytes": 20 * 2 * 128 * 4, "max_attempts": 1}
+    return hsray.build(rows, **(asked | changes))
+
+
+def test_prompts_that_fail_are_left_out_and_listed_and_the_others_are_kept(ray_session, poisoned, tmp_path):
+    rows = prompts_with(p3=EXITS, p4=RAISES, p5=NOT_FINITE, p8=RAISES)
+    report = build(poisoned, rows, tmp_path / "out", on_failure="skip")
+    assert (report.prompts, report.tokens, report.dropped, report.shards) == (8, 80, 4, 6)
+    listed = pq.read_table(tmp_path / "out/dropped.parquet").to_pylist()
+    assert [(row["source"], row["prompt_id"], row["num_tokens"]) for row in listed] == [
+        ("shards/000001.parquet", "p3", 10),
+        ("shards/000002.parquet", "p4", 10),
+        ("shards/000002.parquet", "p5", 10),
+        ("shards/000004.parquet", "p8", 10),
+    ]
+    died, refused, not_finite, _ = (row["reason"] for row in listed)
+    assert "process died 1 times while it was there, without a word" in died
+    assert "CUDA error: an illegal memory access" in refused
+    assert "NaN or infinite numbers" in not_finite
+    events = [json.loads(line) for line in (tmp_path / "out" / EVENTS_NAME).read_text().splitlines()]
+    assert [event["event"] for event in events[:1] + events[-1:]] == ["build", "end"]
+    assert sorted(event["shard"] for event in events if event["event"] == "receipt") == list(range(6))
+    assert [event["prompt_id"] for event in events if event["event"] == "drop"] == ["p3", "p4", "p5", "p8"]
+    assert any(event["event"] == "retry" and event["shard"] == 1 and event["attempt"] == 1 for event in events)
+    dataset = hsray.read(tmp_path / "out")
+    kept = [row for row in rows if row["id"] not in ("p3", "p4", "p5", "p8")]
+    assert [dataset[index]["prompt_id"] for index in range(8)] == [row["id"] for row in kept]
+    healthy = build(poisoned, kept, tmp_path / "healthy") and hsray.read(tmp_path / "healthy")
+    for index in range(8):
+        for layer in (0, "final"):
+            assert torch.equal(dataset[index]["hidden_states"][layer], healthy[index]["hidden_states"][layer])
+    assert hsray.check(tmp_path / "out", deep=True, progress=False).ok
+    whole = files_of(tmp_path / "out")
+    (tmp_path / "out/shards/000001.parquet").unlink()
+    (tmp_path / "out/shards/000002.parquet").unlink()  # the one that holds nothing
+    manifest = load_manifest(Store(tmp_path / "out"))
+    manifest.reopened().save(Store(tmp_path / "out"))
+    assert build(poisoned, rows, tmp_path / "out", on_failure="skip").new_shards == 2  # what was left out stays so
+    assert files_of(tmp_path / "out") == whole
+
+
+def test_a_prompt_that_hangs_its_engine_is_named_in_the_engines_words(ray_session, poisoned, tmp_path):
+    words = "prompt 'p7' of shard 3, 10 tokens: the engine gave no answer within request_timeout_s=2 and was killed"
+    with pytest.raises(
+        PromptFailed, match=re.escape(f"{words}; take it out of the dataset, or pass on_failure='skip'")
+    ):
+        build(poisoned, prompts_with(p7=HANGS), tmp_path / "out", request_timeout_s=2)
+    assert load_manifest(Store(tmp_path / "out")).skipped == ()
+    assert not (tmp_path / "out/lease.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engines": (3, 2)}, "engines=(3, 2); give a number, or the fewest and the most, as in (2, 16)"),
+        ({"engines": (1, 2, 3)}, "engines=(1, 2, 3); give a number, or the fewest and the most"),
+        ({"engines": (0, 2)}, "engines=0; give a whole number from 1 up"),
+        ({"max_attempts": 0}, "max_attempts=0; give a whole number from 1 up"),
+        ({"on_failure": "ignore"}, "on_failure='ignore'; wanted 'stop' or 'skip'"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_clear_error(tiny_llama, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(tiny_llama, prompts_with(), tmp_path / "out", **changes)
+
+
+@pytest.mark.parametrize(("text", "engines"), [("4", 4), ("2:16", (2, 16)), (" 1:1 ", (1, 1))])
+def test_a_number_of_engines_is_read_or_a_range_of_them(text, engines):
+    assert parse_engines(text) == engines
+
+
+@pytest.mark.parametrize("text", ["", "2:", ":2", "1-2", "-1", "two"])
+def test_what_is_no_number_of_engines_is_an_error_that_shows_it(text):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=f"{text!r} is no number of engines; write for example 4, or 2:16"
+    ):
+        parse_engines(text)
