@@ -12,12 +12,12 @@ import hashlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,9 +43,9 @@ class Run:
     lost: int = 0
     """Shards of the undisturbed build that are not there, or are others."""
     doubled: int = 0
-    """Shards published by two drivers or two tasks, each of which captured it."""
+    """Shards that were captured and published twice."""
     repeated: int = 0
-    """Shards whose engine was lost while they were in its actor, and that were begun again."""
+    """Shards that were with an actor when it died, and that another captured."""
     hung: bool = False
     elapsed_s: float = 0.0
 
@@ -128,21 +128,18 @@ class Chaos:
             self._cluster.remove_node(self._second, allow_graceful=False)
             self._second = self._cluster.add_node(num_cpus=2)
             return None
-        actors = [
-            process
-            for process in psutil.process_iter(["cmdline"])
-            if "CaptureWorker" in " ".join(process.info["cmdline"] or ())
-        ]
-        mine = [actor for actor in actors if self._is_mine(actor)]
-        if mine:
-            actor = self._chosen.choice(mine)
-            children = [child for child in actor.children() if "scheduler" in " ".join(child.cmdline())]
-            (children[0] if kind == "engine" and children else actor).send_signal(signal.SIGKILL)
+        while driver.poll() is None:
+            processes = psutil.process_iter(["cmdline"])
+            actors = [process for process in processes if "CaptureWorker" in " ".join(process.info["cmdline"] or ())]
+            with suppress(psutil.NoSuchProcess):  # it has just ended by itself
+                mine = [actor for actor in actors if os.getpid() in [parent.pid for parent in actor.parents()]]
+                if mine:
+                    actor = self._chosen.choice(mine)
+                    engines = [child for child in actor.children() if "scheduler" in " ".join(child.cmdline())]
+                    (engines[0] if kind == "engine" and engines else actor).kill()
+                    return None
+            time.sleep(0.05)
         return None
-
-    def _is_mine(self, process: psutil.Process) -> bool:
-        """Whether it belongs to a Ray that this process started."""
-        return os.getpid() in [parent.pid for parent in process.parents()]
 
     def _judge(self, run: Run, out: Path, status: int) -> None:
         found = digests(out)
@@ -167,25 +164,15 @@ def digests(out: Path) -> dict[str, str]:
 
 
 def table_of(runs: Sequence[Run]) -> Table:
-    """A line for each kind of kill, and one for all."""
-    shown = Table(
-        "kill", "kills", "runs", "identical", "shards lost", "doubled", "tried again, of those it hit", "hangs"
-    )
-    for kind in (*KINDS, None):
-        hit = [run for run in runs if kind is None or kind in run.kills]
-        of_kind: Callable[[Run], int] = lambda run, kind=kind: len(run.kills) if kind is None else run.kills.count(kind)  # noqa: E731
-        kills = sum(map(of_kind, hit))
-        again = sum(run.repeated * of_kind(run) / max(1, len(run.kills)) for run in hit)
-        shown.add_row(
-            kind or "all",
-            str(kills),
-            str(len(hit)),
-            str(sum(run.identical for run in hit)),
-            str(sum(run.lost for run in hit)),
-            str(sum(run.doubled for run in hit)),
-            f"{again / kills:.2f} a kill" if kills else "",
-            str(sum(run.hung for run in hit)),
-        )
+    """A line for the runs with each kind of kill, and one for all."""
+    shown = Table("killed", "kills", "runs", "identical", "shards lost", "captured twice", "begun again", "hangs")
+    for kind in (*KINDS, "all"):
+        hit = [run for run in runs if kind == "all" or kind in run.kills]
+        num_kills = sum(len(run.kills) if kind == "all" else run.kills.count(kind) for run in hit)
+        sums = [sum(getattr(run, name) for run in hit) for name in ("identical", "lost", "doubled", "repeated", "hung")]
+        shown.add_row(kind, *map(str, (num_kills, len(hit), *sums)))
+    num_kills = sum(len(run.kills) for run in runs)
+    shown.caption = f"begun again: {sum(run.repeated for run in runs) / max(1, num_kills):.2f} shards a kill"
     return shown
 
 

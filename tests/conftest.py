@@ -31,14 +31,13 @@ LONGEST_FILES = ["test_engines.py", "test_resume.py", "test_build.py"]
 
 
 def pytest_configure() -> None:
-    # A Ray that finds another in its folder joins it, and would end with it.
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-")
+    # A Ray of these tests' own: one that finds another in its folder joins it, and would end with it.
+    os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-")
+    os.environ.pop("RAY_ADDRESS", None)
 
 
 def pytest_unconfigure() -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
+    shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -125,7 +125,8 @@ def test_an_engine_actor_that_is_killed_is_replaced(ray_session, tiny_llama, tmp
 def test_an_engine_actor_that_always_dies_ends_the_build(ray_session, tiny_llama, tmp_path):
     with actors_killed(20) as killed, pytest.raises(EngineDied, match=r"an engine's process died again and again"):
         build_tiny(tiny_llama, unique_prompts(20, longest=50), tmp_path / "out")
-    assert 3 <= len(killed) <= 4  # Ray also replaces an actor that dies before its first task
+    # It is started anew 2 * max_attempts times, and once more by Ray if it dies before its first task.
+    assert 7 <= len(killed) <= 8
 
 
 @pytest.fixture(scope="module")
