@@ -28,7 +28,7 @@ LEASE_NAME = "lease.json"
 #: Footers read at a time; on an object store each is a round trip.
 CHECK_THREADS = 16
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 #: No count of a manifest reaches this; its bytes then fit 64 bits.
 MAX_COUNT = 1 << 48
@@ -328,7 +328,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
         state=content["state"],
         identity=Identity(**identity),
         plan=plan,
-        skipped=tuple(Skipped(**item) for item in content.get("skipped", ())),
+        skipped=tuple(Skipped(**item) for item in content["skipped"]),
         shard_file_bytes=tuple(sizes) if sizes is not None else None,
         shard_digests=tuple(digests) if digests is not None else None,
     )

@@ -194,7 +194,7 @@ DAMAGED = {
     "another JSON file": '{"name": "something else"}',
     "not UTF-8": b'{"format": "\xff"}',
     "another format": changed(COMPLETE, "format", to="hsrax"),
-    "a later version": changed(COMPLETE, "format_version", to=3),
+    "a later version": changed(COMPLETE, "format_version", to=4),
     "no identity": changed(COMPLETE, "identity", to=...),
     "an unknown state": changed(COMPLETE, "state", to="done"),
     "an unknown identity": changed(COMPLETE, "identity", "colour", to="red"),
