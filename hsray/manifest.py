@@ -350,7 +350,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
         state=content["state"],
         identity=Identity(**identity),
         plan=plan,
-        skipped=tuple(Skipped(**item) for item in content.get("skipped", ())),
+        skipped=tuple(Skipped(**item) for item in content["skipped"]),
         shard_file_bytes=tuple(sizes) if sizes is not None else None,
         shard_digests=tuple(digests) if digests is not None else None,
     )

@@ -15,8 +15,8 @@ from hsray.engine import EngineName, EngineOptions
 from hsray.events import Events
 from hsray.layers import LayersSpec
 from hsray.lease import Lease, held
-from hsray.manifest import NAME as MANIFEST_NAME
 from hsray.manifest import (
+    LEASE_NAME,
     Identity,
     Manifest,
     ManifestError,
@@ -29,6 +29,7 @@ from hsray.manifest import (
     pending_shards,
     published_shards,
 )
+from hsray.manifest import NAME as MANIFEST_NAME
 from hsray.plan import DROPPED_NAME, Plan, digest_rows, write_plan
 from hsray.prompts import digest_rows as digest_dataset
 from hsray.prompts import tokenize_rows
@@ -169,7 +170,8 @@ def build(
     store = Store(out, storage_options)
     if store.is_private:
         raise ValueError(f"out={store.url!r} is memory of this process alone; give a folder, or an object store")
-    load_manifest(store)  # raises where the folder holds something else, before anything is written to it
+    if not store.exists(LEASE_NAME):  # a driver's that is building there: `held` names it
+        load_manifest(store)  # raises where the folder holds something else, before anything is written to it
     with ray_data(), held(store, job=job_name()) as lease:
         report = _build(dataset, request, store, lease, storage_options, progress)
     report.elapsed_s = time.monotonic() - started
