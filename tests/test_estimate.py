@@ -9,6 +9,7 @@ import pytest
 
 import hsray
 from hsray.estimator import Estimate
+from tests.builds import files_of
 from tests.chats import assistant, user
 
 
@@ -24,25 +25,18 @@ def model_without_weights(tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-@pytest.mark.parametrize(("layers", "shard_bytes", "longest"), [([0], 1 << 16, 40), ([0, 2, "final"], 1 << 20, 700)])
 def test_a_build_makes_what_was_estimated_from_the_config_alone(
-    ray_session, tiny_llama, model_without_weights, tmp_path, layers, shard_bytes, longest
+    ray_session, tiny_llama, model_without_weights, tmp_path
 ):
-    rows = [*rows_of(60, longest), {"input_ids": [1] * (longest + 1)}]
-    asked = {
-        "layers": layers,
-        "shard_bytes": shard_bytes,
-        "dtype": "float32",
-        "max_tokens": longest,
-        "too_long": "drop",
-    }
-    asked["engine"] = "transformers"
+    rows = [*rows_of(60, 300), {"input_ids": [1] * 301}]
+    asked = {"layers": [0, 2, "final"], "shard_bytes": 1 << 19, "dtype": "float32", "engine": "transformers"}
+    asked |= {"max_tokens": 300, "too_long": "drop"}
     found = hsray.estimate(rows, model=str(model_without_weights), **asked)
     out = tmp_path / "out"
     report = hsray.build(rows, model=str(tiny_llama), out=out, progress=False, **asked)
     assert (found.prompts, found.tokens, found.shards, found.dropped) == (60, report.tokens, report.shards, 1)
     assert found.raw_bytes == found.stored_bytes == pytest.approx(report.nbytes, rel=0.02)
-    everything = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    everything = sum(map(len, files_of(out).values()))
     assert found.raw_bytes + found.plan_bytes == pytest.approx(everything, rel=0.02)
 
 

@@ -22,6 +22,7 @@ from hsray.engine import EngineDied
 from hsray.manifest import load_manifest
 from hsray.store import Store
 from tests.builds import build_tiny, files_of, unique_prompts, write_jsonl
+from tests.datasets import make_dataset
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ["embed", 0, 3, 5, "final"]
@@ -31,7 +32,7 @@ FINISHED_ROWS = unique_prompts(5, longest=50)
 @pytest.fixture
 def resumable(tiny_llama, tmp_path, ray_session, request):
     """A build to kill: its command for an `out`, and the files of an undisturbed run."""
-    dataset = write_jsonl(tmp_path / "prompts.jsonl", unique_prompts(300, longest=700, seed=1))
+    dataset = write_jsonl(tmp_path / "prompts.jsonl", unique_prompts(100, longest=300, seed=1))
 
     def command(out: Path) -> list[str]:
         script = [
@@ -41,7 +42,7 @@ def resumable(tiny_llama, tmp_path, ray_session, request):
             request.config.getoption("resume_engine"),
         ]
         what = ["--model", str(tiny_llama), "--dataset", str(dataset), "--layers", *map(str, LAYERS)]
-        return [*script, *what, "--out", str(out), "--shard-bytes", "4MiB", "--no-progress"]
+        return [*script, *what, "--out", str(out), "--shard-bytes", "512KiB", "--no-progress"]
 
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     started = time.monotonic()
@@ -153,8 +154,9 @@ def test_a_finished_dataset_opens_no_engine(tiny_llama, out):
 
 def test_a_shard_of_another_dataset_or_a_damaged_one_is_refused_and_restored_once_removed(tiny_llama, out, tmp_path):
     rows = FINISHED_ROWS
-    build_tiny(tiny_llama, unique_prompts(5, longest=50, seed=1), tmp_path / "other")
-    build_tiny(tiny_llama, rows, tmp_path / "other layer", layers=[1])
+    lengths = [len(row["input_ids"]) for row in rows]
+    make_dataset(tiny_llama, tmp_path / "other", lengths=lengths, layers=[0])
+    make_dataset(tiny_llama, tmp_path / "other layer", lengths=lengths, layers=[1])
     whole, shard = files_of(out), out / "shards/000000.parquet"
     shard.write_bytes(bytes(len(whole["shards/000000.parquet"])))
     with pytest.raises(ValueError, match="is damaged"):  # complete, and every file of its size

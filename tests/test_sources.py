@@ -343,17 +343,13 @@ class TestThroughRay:
         assert [row["source"] for row in rows] == [f"dataset[{number}]" for number in range(1500)]
         assert [json.loads(row["row"]) for row in rows] == SOME_ROWS[::-1]
 
-    def test_sorted_prompts_are_longest_first_however_they_arrive(self, options: PromptOptions):
+    def test_sorted_prompts_are_longest_first_after_every_row_with_an_error(self, options: PromptOptions):
         lengths = [5, 30, 2, 30, 17, 1, 64, 5]
         rows = [{"id": f"r{number}", "input_ids": [number] * length} for number, length in enumerate(lengths)]
-        for order in (rows, rows[3:] + rows[:3]):
-            prompts = through_ray(order, replace(options, sort="length"))
-            assert [prompt["prompt_id"] for prompt in prompts] == ["r6", "r1", "r3", "r4", "r0", "r7", "r2", "r5"]
-            assert prompts[0].keys() == set(PROMPTS_SCHEMA.names)
-
-    def test_a_row_with_an_error_comes_before_all_sorted_prompts(self, options: PromptOptions):
-        prompts = through_ray([{"text": "a"}, {"text": "a b c"}, {"text": ""}], replace(options, sort="length"))
-        assert [prompt["error"] is None for prompt in prompts] == [False, True, True]
+        prompts = through_ray([*rows[3:], {"text": ""}, *rows[:3]], replace(options, sort="length"))
+        assert [prompt["error"] is None for prompt in prompts] == [False, *[True] * 8]
+        assert [prompt["prompt_id"] for prompt in prompts[1:]] == ["r6", "r1", "r3", "r4", "r0", "r7", "r2", "r5"]
+        assert prompts[0].keys() == set(PROMPTS_SCHEMA.names)
 
 
 DIGESTED_ROWS = [{"text": f"row {number}", "id": f"r{number}"} for number in range(40)]
