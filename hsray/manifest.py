@@ -204,12 +204,19 @@ def load_manifest(store: Store) -> Manifest | None:
             ) from None
         return None
     try:
-        return _parse(json.loads(text))
+        content = json.loads(text)
+        version = content["format_version"]
+        manifest = _parse(content) if version == FORMAT_VERSION else None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(
-            f"{store.url}/{NAME} is damaged or not of this version ({type(error).__name__}: {error}); restore it, or "
-            "build to another out="
+            f"{store.url}/{NAME} is damaged ({type(error).__name__}: {error}); restore it, or build to another out="
         ) from error
+    if manifest is None:
+        raise ManifestError(
+            f"{store.url!r} is a dataset of format version {version!r}, and this hsray's is {FORMAT_VERSION}: read it with the "
+            "hsray that made it, or build anew in another folder"
+        )
+    return manifest
 
 
 def check_identity(stored: Identity, wanted: Identity, store: Store) -> None:
@@ -321,10 +328,8 @@ def complete(manifest: Manifest, store: Store, digests: Mapping[int, str]) -> Ma
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
-    if content["format"] != "hsray" or content["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"format {content['format']!r} version {content['format_version']}, wanted 'hsray' {FORMAT_VERSION}"
-        )
+    if content["format"] != "hsray":
+        raise ValueError(f"format {content['format']!r}, wanted 'hsray'")
     if content["state"] not in ("planning", "building", "complete"):
         raise ValueError(f"state {content['state']!r}")
     identity = dict(content["identity"])

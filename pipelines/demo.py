@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hsray
+from hsray.manifest import ManifestError
 
 PROMPTS = Path(__file__).with_name("demo_prompts.jsonl")
 LAYERS = [9, 19, 29, "embed", "final"]
@@ -27,9 +28,13 @@ def main() -> int:
     model = prepare_demo_model(folder / "model")
     console.print(f"[bold]2. The states[/] of layers {', '.join(map(str, LAYERS))} for the prompts in {PROMPTS.name}")
     out = folder / "dataset"
-    report = hsray.build(
-        str(PROMPTS), model=str(model), layers=LAYERS, out=str(out), dtype=DTYPE, shard_bytes=SHARD_BYTES
-    )
+    try:
+        report = hsray.build(
+            str(PROMPTS), model=str(model), layers=LAYERS, out=str(out), dtype=DTYPE, shard_bytes=SHARD_BYTES
+        )
+    except ManifestError as error:  # of another version's demo, or not the demo's
+        print(f"error: {error}; for the demo, remove {out} or give another --folder", file=sys.stderr)
+        return 1
     console.print("[bold]3. What came out[/]")
     console.print(report_table(report))
     console.print(prompt_table(hsray.read(out)[0]))

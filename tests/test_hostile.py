@@ -130,7 +130,7 @@ MANIFESTS = {
 def test_a_manifest_that_points_elsewhere_or_claims_nonsense_is_refused(out, name):
     place, value = MANIFESTS[name]
     with_manifest(out, *place, to=value)
-    with pytest.raises(ManifestError, match=r"manifest\.json is damaged or not of this version"):
+    with pytest.raises(ManifestError, match=r"manifest\.json is damaged"):
         hsray.read(out)
 
 

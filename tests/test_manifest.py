@@ -198,7 +198,7 @@ DAMAGED = {
     "another JSON file": '{"name": "something else"}',
     "not UTF-8": b'{"format": "\xff"}',
     "another format": changed(COMPLETE, "format", to="hsrax"),
-    "a later version": changed(COMPLETE, "format_version", to=99),
+    "no version": changed(COMPLETE, "format_version", to=...),
     "no identity": changed(COMPLETE, "identity", to=...),
     "an unknown state": changed(COMPLETE, "state", to="done"),
     "an unknown identity": changed(COMPLETE, "identity", "colour", to="red"),
@@ -230,6 +230,12 @@ def test_a_damaged_manifest_is_refused_with_its_place_and_a_way_out(tmp_path, da
         ManifestError, match=rf"{re.escape(str(path))} is damaged .*restore it, or build to another out="
     ):
         load_manifest(Store(tmp_path))
+
+
+@pytest.mark.parametrize("version", [1, 99, "3"])
+def test_a_manifest_of_another_version_says_which(version):
+    with pytest.raises(ManifestError, match=rf"is a dataset of format version {version!r}, and this hsray's is \d+"):
+        load_text(changed(COMPLETE, "format_version", to=version))
 
 
 TEXT = text_of(COMPLETE)
