@@ -163,7 +163,7 @@ def _check_task(
     batch: pa.Table, *, out: str, storage_options: Mapping[str, Any] | None, manifest: Manifest, deep: bool
 ) -> Iterator[pa.Table]:
     """A row for each shard of some rows of tasks: its number, and what is wrong with it, or null."""
-    store = Store(out, storage_options)
+    store, skipped = Store(out, storage_options), manifest.skipped_places
     for task in batch.to_pylist():
         file = PlanFile(**{item.name: task[item.name] for item in fields(PlanFile)})
         try:
@@ -173,8 +173,7 @@ def _check_task(
         else:
             rows = []
             for shard in task["shards"]:
-                prompts = ShardPrompts.from_plan(plan, shard - file.first_shard)
-                prompts = prompts.without(manifest.skipped_places.get(shard, ()))
+                prompts = ShardPrompts.from_plan(plan, shard - file.first_shard).without(skipped.get(shard, ()))
                 rows.append({"shard": shard, "problem": shard_problem(store, manifest, shard, prompts, deep)})
         yield pa.Table.from_pylist(rows, schema=RESULT_SCHEMA)
 

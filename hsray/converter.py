@@ -17,9 +17,9 @@ from hsray.manifest import (
     Manifest,
     ManifestError,
     check_identity,
-    check_inventory,
     check_shards,
     complete,
+    load_complete,
     load_manifest,
     pending_shards,
     published_shards,
@@ -77,10 +77,7 @@ def convert(
     source, target = Store(out, storage_options), Store(to, storage_options)
     if target.is_private:
         raise ValueError(f"to={target.url!r} is memory of this process alone; give a folder, or an object store")
-    before = load_manifest(source)
-    if before is None or before.state != "complete":
-        raise ManifestError(f"{source.url!r} holds no complete dataset; build it to its end, then convert it")
-    check_inventory(before, published_shards(source, before.identity.file_format), source)
+    before = load_complete(source, purpose="convert")
     after = replace(
         before.reopened(), identity=replace(before.identity, file_format=file_format, compression=compression)
     )

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from hsray.layers import Layer, LayersSpec, resolve_layers
-from hsray.manifest import Manifest, ManifestError, check_inventory, load_manifest, published_shards
+from hsray.manifest import Manifest, load_complete
 from hsray.norm import load_final_norm
 from hsray.raydata import blocks_of, ray_data
 from hsray.row_group import RowGroup
@@ -105,10 +105,7 @@ def export(
     dataset, folder = Store(out, storage_options), Store(to, storage_options)
     if folder.is_private:
         raise ExportError(f"to={folder.url!r} is memory of this process alone; give a folder, or an object store")
-    manifest = load_manifest(dataset)
-    if manifest is None or manifest.state != "complete":
-        raise ManifestError(f"{dataset.url!r} holds no complete dataset; build it to its end, then export it")
-    check_inventory(manifest, published_shards(dataset, manifest.identity.file_format), dataset)
+    manifest = load_complete(dataset, purpose="export")
     selection = select(manifest, target, layers=layers, context_size=context_size, model=model)
     job = ExportJob(
         out=dataset.url,

@@ -8,7 +8,7 @@ It holds no time and no random name, so the same build always ends with the same
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 from hsray.float8 import FLOAT8
 from hsray.layers import resolve_layers
 from hsray.model import DTYPE_BYTES
-from hsray.plan import Plan, PlanFile, list_dropped, shard_name, shard_number
-from hsray.shard import FileFormat
+from hsray.plan import Plan, PlanFile, list_dropped, read_plan_file, shard_name, shard_number
+from hsray.shard import FileFormat, ShardPrompts
 from hsray.shard_file import ExpectedShard, check_shard
 from hsray.store import Store
 
@@ -217,6 +217,33 @@ def load_manifest(store: Store) -> Manifest | None:
             "hsray that made it, or build anew in another folder"
         )
     return manifest
+
+
+def load_complete(store: Store, *, purpose: str) -> Manifest:
+    """The manifest of a dataset that is whole: complete, and its shards there with the inventory's bytes.
+
+    Raises:
+        ManifestError: it is not; `purpose` is the verb for what was wanted of it.
+    """
+    manifest = load_manifest(store)
+    if manifest is None or manifest.state != "complete":
+        raise ManifestError(f"{store.url!r} holds no complete dataset; build it to its end, then {purpose} it")
+    check_inventory(manifest, published_shards(store, manifest.identity.file_format), store)
+    return manifest
+
+
+def planned_prompts(manifest: Manifest, store: Store, shards: Collection[int] | None = None) -> Iterator[ShardPrompts]:
+    """The prompts of each shard (of `shards` alone, if given) in the plan's order, without those that were skipped.
+
+    Of the plan, one file at a time is held.
+    """
+    skipped = manifest.skipped_places
+    for file in manifest.plan.files:
+        numbers = range(file.first_shard, file.first_shard + file.num_shards)
+        wanted = [shard for shard in numbers if shards is None or shard in shards]
+        table = read_plan_file(store, file) if wanted else None
+        for shard in wanted:
+            yield ShardPrompts.from_plan(table, shard - file.first_shard).without(skipped.get(shard, ()))
 
 
 def check_identity(stored: Identity, wanted: Identity, store: Store) -> None:

@@ -10,7 +10,7 @@ import io
 import json
 import struct
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -19,8 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from hsray.layers import Layer, column_name
-from hsray.manifest import Manifest
-from hsray.plan import read_plan_file
+from hsray.manifest import Manifest, planned_prompts
 from hsray.store import Store
 
 if TYPE_CHECKING:
@@ -199,8 +198,9 @@ def finish_speculators(to: Store, dataset: Store, manifest: Manifest, _selection
     }
     _publish_arrow_head(to, manifest, features, format_type="torch")
     counts = np.zeros(0, np.int64)
-    for ids_S, mask_S in _planned_tokens(dataset, manifest):
-        found = np.bincount(ids_S[mask_S], minlength=len(counts))
+    for prompts in planned_prompts(manifest, dataset):
+        mask_S = prompts.loss_masks.flatten().to_numpy(zero_copy_only=False)
+        found = np.bincount(prompts.input_ids.flatten().to_numpy()[mask_S], minlength=len(counts))
         found[: len(counts)] += counts
         counts = found
     with to.staged("token_freq.pt") as sink:
@@ -243,7 +243,7 @@ def write_speculators_v1(to: Store, _shard: int, samples: Iterable[Sample], _sel
 
 def finish_speculators_v1(to: Store, dataset: Store, manifest: Manifest, _selection: Selection) -> None:
     """``sample_lengths.json``: T by row."""
-    lengths = (num_tokens for lengths in _planned_lengths(dataset, manifest) for num_tokens in lengths)
+    lengths = (num_tokens for prompts in planned_prompts(manifest, dataset) for num_tokens in prompts.lengths.tolist())
     to.publish("sample_lengths.json", json.dumps({str(row): length for row, length in enumerate(lengths)}).encode())
 
 
@@ -407,15 +407,15 @@ def write_deepspec(to: Store, shard: int, samples: Iterable[Sample], selection: 
 def finish_deepspec(to: Store, dataset: Store, manifest: Manifest, selection: Selection) -> None:
     """``samples.idx`` and ``manifest.json``."""
     index, sample_id = bytearray(), 0
-    for shard, lengths in enumerate(_planned_lengths(dataset, manifest)):
+    for prompts in planned_prompts(manifest, dataset):
         end = 0
-        for num_tokens in lengths:
+        for num_tokens in prompts.lengths.tolist():
             offsets = []
             state_bytes = 2 * num_tokens * selection.hidden_size
             for nbytes in (4 * num_tokens, num_tokens, num_tokens, len(selection.layers) * state_bytes, state_bytes):
                 offsets.append(end + -end % DEEPSPEC_ALIGNMENT)
                 end = offsets[-1] + nbytes
-            index += DEEPSPEC_RECORD.pack(sample_id, shard, num_tokens, *offsets)
+            index += DEEPSPEC_RECORD.pack(sample_id, prompts.shard, num_tokens, *offsets)
             sample_id += 1
     to.publish("samples.idx", bytes(index))
     content = {
@@ -509,19 +509,3 @@ def _publish_arrow_head(to: Store, manifest: Manifest, features: Mapping[str, An
         "_split": None,
     }
     to.publish("state.json", json.dumps(state, indent=2).encode())
-
-
-def _planned_lengths(dataset: Store, manifest: Manifest) -> Iterator[Sequence[int]]:
-    """The tokens of each shard's prompts, shard by shard; of the plan, one file at a time is held."""
-    for file in manifest.plan.files:
-        for prompts in read_plan_file(dataset, file)["input_ids"]:
-            yield prompts.values.value_lengths().to_pylist()
-
-
-def _planned_tokens(dataset: Store, manifest: Manifest) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Each shard's token ids and loss mask, prompts one after another."""
-    for file in manifest.plan.files:
-        table = read_plan_file(dataset, file)
-        for ids, masks in zip(table["input_ids"], table["loss_mask"], strict=True):
-            mask_S = masks.values.flatten().to_numpy(zero_copy_only=False)
-            yield ids.values.flatten().to_numpy(), mask_S

@@ -18,13 +18,12 @@ import numpy as np
 from hsray.engine import CaptureError, EngineName, EngineOptions
 from hsray.faults import Comparison, Fault, sentences
 from hsray.layers import resolve_layers
-from hsray.manifest import Identity, Manifest, ManifestError, load_manifest, published_shards
+from hsray.manifest import Identity, Manifest, ManifestError, load_manifest, planned_prompts, published_shards
 from hsray.model import ModelDescription, describe_model, load_tokenizer, tokenizer_digest
 from hsray.norm import NormError, load_final_norm
-from hsray.plan import read_plan_file
 from hsray.reader import HiddenStates, read
 from hsray.recompute import LayerErrors, Planned, Reference
-from hsray.shard import ShardError, ShardPrompts
+from hsray.shard import ShardError
 from hsray.store import Store
 
 if TYPE_CHECKING:
@@ -206,16 +205,11 @@ def _read_plan(manifest: Manifest, store: Store, chosen: Sequence[int]) -> dict[
     starts = np.cumsum([0, *(manifest.plan.shard_prompts[shard] for shard in published)])
     wanted = {published[at]: int(starts[at]) for at in np.searchsorted(starts, chosen, side="right") - 1}
     planned = {}
-    for file in manifest.plan.files:
-        shards = [shard for shard in wanted if 0 <= shard - file.first_shard < file.num_shards]
-        table = read_plan_file(store, file) if shards else None
-        for shard in shards:
-            prompts = ShardPrompts.from_plan(table, shard - file.first_shard)
-            prompts = prompts.without(manifest.skipped_places.get(shard, ()))
-            masks = prompts.loss_masks.flatten().to_numpy(zero_copy_only=False)
-            rows = zip(prompts.prompt_ids.to_pylist(), prompts.tokens, np.split(masks, prompts.ends[1:-1]), strict=True)
-            for row, (prompt_id, ids_T, mask_T) in enumerate(rows, start=wanted[shard]):
-                planned[row] = Planned(prompt_id=prompt_id, input_ids=ids_T, loss_mask=mask_T)
+    for prompts in planned_prompts(manifest, store, wanted):
+        masks = prompts.loss_masks.flatten().to_numpy(zero_copy_only=False)
+        rows = zip(prompts.prompt_ids.to_pylist(), prompts.tokens, np.split(masks, prompts.ends[1:-1]), strict=True)
+        for row, (prompt_id, ids_T, mask_T) in enumerate(rows, start=wanted[prompts.shard]):
+            planned[row] = Planned(prompt_id=prompt_id, input_ids=ids_T, loss_mask=mask_T)
     return planned
 
 

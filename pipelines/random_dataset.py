@@ -7,10 +7,10 @@ import pyarrow as pa
 import torch
 
 from hsray.layers import Layer
-from hsray.manifest import Identity, Manifest, complete
-from hsray.plan import PlanOptions, read_plan_file, shard_name, write_plan
+from hsray.manifest import Identity, Manifest, complete, planned_prompts
+from hsray.plan import PlanOptions, shard_name, write_plan
 from hsray.prompts import PROMPTS_SCHEMA
-from hsray.shard import ShardPrompts, shard_schema, shard_table, stamped, write_table
+from hsray.shard import shard_schema, shard_table, stamped, write_table
 from hsray.store import Store
 
 
@@ -64,15 +64,12 @@ def make_random_dataset(
     manifest.save(store)
     schema = shard_schema(layers, hidden_size=hidden_size, dtype="bfloat16")
     digests = {}
-    for file in plan.files:
-        table = read_plan_file(store, file)
-        for row in range(len(table)):
-            prompts = ShardPrompts.from_plan(table, row)
-            shape = (int(prompts.ends[-1]), hidden_size)
-            states = {layer: torch.empty(shape, dtype=torch.bfloat16).normal_() for layer in layers}
-            stamp = stamped(schema, shard=prompts.shard, identity_digest=manifest.identity.digest)
-            shard = shard_table(prompts, states, stamp)
-            with store.staged(shard_name(prompts.shard)) as sink:
-                write_table(shard, sink)
-            digests[prompts.shard] = shard.schema.metadata[b"hsray.digest"].decode()
+    for prompts in planned_prompts(manifest, store):
+        shape = (int(prompts.ends[-1]), hidden_size)
+        states = {layer: torch.empty(shape, dtype=torch.bfloat16).normal_() for layer in layers}
+        stamp = stamped(schema, shard=prompts.shard, identity_digest=manifest.identity.digest)
+        shard = shard_table(prompts, states, stamp)
+        with store.staged(shard_name(prompts.shard)) as sink:
+            write_table(shard, sink)
+        digests[prompts.shard] = shard.schema.metadata[b"hsray.digest"].decode()
     complete(manifest, store, digests)

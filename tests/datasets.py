@@ -13,9 +13,9 @@ import torch
 
 from hsray.engine import EngineOptions, open_engine
 from hsray.layers import Layer, resolve_layers
-from hsray.manifest import Identity, Manifest, complete, load_manifest
+from hsray.manifest import Identity, Manifest, complete, load_manifest, planned_prompts
 from hsray.model import DTYPE_BYTES, describe_model, load_tokenizer, tokenizer_digest
-from hsray.plan import Plan, PlanOptions, read_plan_file, shard_name, write_plan
+from hsray.plan import PlanOptions, shard_name, write_plan
 from hsray.prompts import PROMPTS_SCHEMA
 from hsray.shard import (
     FileFormat,
@@ -89,7 +89,7 @@ def make_dataset(
     )
     digests = {}
     with open_engine("transformers", engine_options) as engine:
-        for prompts in planned_shards(store, plan):
+        for prompts in planned_prompts(manifest, store):
             buffer = engine.buffer(int(prompts.ends[-1]))
             engine.capture_all(prompts.tokens, into=buffer)
             digests[prompts.shard] = _write(store, manifest, prompts, buffer.states)
@@ -112,11 +112,6 @@ def _prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA)
 
 
-def planned_shards(store: Store, plan: Plan) -> list[ShardPrompts]:
-    tables = [read_plan_file(store, file) for file in plan.files]
-    return [ShardPrompts.from_plan(table, row) for table in tables for row in range(len(table))]
-
-
 def _write(store: Store, manifest: Manifest, prompts: ShardPrompts, states: States) -> str:
     """Publishes a shard; gives its digest."""
     identity = manifest.identity
@@ -132,7 +127,7 @@ def rewrite(out: Path, change: Callable[[list[States], ShardPrompts], ShardPromp
     """Lets `change` alter each shard's prompts' states, or return other prompts, and makes the dataset whole again."""
     store = Store(out)
     manifest, digests = load_manifest(store), {}
-    for prompts in planned_shards(store, manifest.plan):
+    for prompts in planned_prompts(manifest, store):
         table = pq.read_table(out / shard_name(prompts.shard)).combine_chunks()
         states = [
             {

@@ -18,12 +18,13 @@ from safetensors.torch import load, load_file
 
 import hsray
 from hsray.exporter import ExportError
-from hsray.manifest import ManifestError, load_manifest
+from hsray.manifest import ManifestError, Skipped, load_manifest
 from hsray.store import Store
-from hsray.targets import TARGETS
+from hsray.targets import TARGETS, finish_speculators_v1
 from pipelines.export import main, make_parser
 from tests.datasets import make_dataset
 from tests.s3 import options_for, s3_server
+from tests.synthetic import make_prompts, plan_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -332,3 +333,11 @@ def test_the_command_line_exports_or_says_why_not(ray_session, stored, tmp_path,
     assert "11 prompts, 150 tokens as one safetensors file a prompt; layers final" in capsys.readouterr().out
     assert main([*flags, "--target", "modelopt"]) == 1
     assert "holds another export" in capsys.readouterr().err
+
+
+def test_lengths_are_of_the_prompts_that_are_there_and_not_of_those_left_out(tmp_path):
+    store, manifest = plan_prompts(make_prompts([5, 1, 30, 2]), tmp_path / "dataset")
+    skipped = Skipped(shard=0, place=1, prompt_id="p1", num_tokens=1, reason="the engine died of it")
+    manifest = manifest.without([skipped], store)
+    finish_speculators_v1(Store(tmp_path / "to"), store, manifest, None)
+    assert json.loads((tmp_path / "to/sample_lengths.json").read_text()) == {"0": 5, "1": 30, "2": 2}
