@@ -1,6 +1,9 @@
-"""Makes a dataset of random states without an engine, to measure on what reads one."""
+"""Makes a dataset of random states without an engine, to measure on what reads one.
 
-from collections.abc import Sequence
+Shapes: S tokens of a shard, D hidden size.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,9 +11,10 @@ import torch
 
 from hsray.layers import Layer
 from hsray.manifest import Identity, Manifest, complete, planned_prompts
-from hsray.plan import PlanOptions, shard_name, write_plan
+from hsray.model import DTYPE_BYTES
+from hsray.plan import PlanOptions, write_plan
 from hsray.prompts import PROMPTS_SCHEMA
-from hsray.shard import shard_schema, shard_table, stamped, write_table
+from hsray.shard import ShardPrompts, shard_schema, shard_table, stamped, write_table
 from hsray.store import Store
 
 
@@ -51,25 +55,36 @@ def make_random_dataset(
         }
         for number, num_tokens in enumerate(lengths)
     ]
-    value_bytes = 2 * hidden_size
-    options = PlanOptions(
-        bytes_per_token=len(layers) * value_bytes,
-        value_bytes_per_token=value_bytes,
-        shard_bytes=shard_bytes,
-        duplicates="keep",
-    )
     store = Store(out)
-    plan = write_plan([pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA)], store, options)
-    manifest = Manifest(state="planning", identity=identity).with_plan(plan)
-    manifest.save(store)
-    schema = shard_schema(layers, hidden_size=hidden_size, dtype="bfloat16")
+    manifest = save_plan(store, identity, pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA))
     digests = {}
     for prompts in planned_prompts(manifest, store):
         shape = (int(prompts.ends[-1]), hidden_size)
         states = {layer: torch.empty(shape, dtype=torch.bfloat16).normal_() for layer in layers}
-        stamp = stamped(schema, shard=prompts.shard, identity_digest=manifest.identity.digest)
-        shard = shard_table(prompts, states, stamp)
-        with store.staged(shard_name(prompts.shard)) as sink:
-            write_table(shard, sink)
-        digests[prompts.shard] = shard.schema.metadata[b"hsray.digest"].decode()
+        digests[prompts.shard] = publish_shard(store, manifest, prompts, states)
     complete(manifest, store, digests)
+
+
+def save_plan(store: Store, identity: Identity, prompts: pa.Table) -> Manifest:
+    """Writes a dataset's plan of prompts (`hsray.prompts.PROMPTS_SCHEMA`), and its manifest."""
+    value_bytes = identity.hidden_size * DTYPE_BYTES[identity.dtype]
+    options = PlanOptions(
+        bytes_per_token=len(identity.layers) * value_bytes,
+        value_bytes_per_token=value_bytes,
+        shard_bytes=identity.shard_bytes,
+        duplicates="keep",
+    )
+    manifest = Manifest(state="planning", identity=identity).with_plan(write_plan([prompts], store, options))
+    manifest.save(store)
+    return manifest
+
+
+def publish_shard(store: Store, manifest: Manifest, prompts: ShardPrompts, states: Mapping[Layer, torch.Tensor]) -> str:
+    """Publishes a shard of given states, layer -> [S, D]; gives its digest."""
+    identity = manifest.identity
+    schema = shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.stored_dtype)
+    schema = stamped(schema, shard=prompts.shard, identity_digest=identity.digest)
+    table = shard_table(prompts, states, schema)
+    with store.staged(manifest.shard_name(prompts.shard)) as sink:
+        write_table(table, sink, compression=identity.compression, file_format=identity.file_format)
+    return table.schema.metadata[b"hsray.digest"].decode()

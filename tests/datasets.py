@@ -13,22 +13,21 @@ import torch
 
 from hsray.engine import EngineOptions, open_engine
 from hsray.layers import Layer, resolve_layers
-from hsray.manifest import Identity, Manifest, complete, load_manifest, planned_prompts
+from hsray.manifest import Identity, complete, load_manifest, planned_prompts
 from hsray.model import DTYPE_BYTES, describe_model, load_tokenizer, tokenizer_digest
-from hsray.plan import PlanOptions, shard_name, write_plan
+from hsray.plan import shard_name
 from hsray.prompts import PROMPTS_SCHEMA
 from hsray.shard import (
     FileFormat,
     ShardPrompts,
     digested,
     layer_columns,
-    shard_schema,
-    shard_table,
     stamped,
     to_tensor,
     write_table,
 )
 from hsray.store import Store
+from pipelines.random_dataset import publish_shard, save_plan
 
 #: A prompt's states, layer -> [T, D], to be changed in place; its position in the shard's list.
 States = dict[Layer, torch.Tensor]
@@ -75,24 +74,20 @@ def make_dataset(
         prompts_digest=None,
         plan_digest=None,
     )
-    options = PlanOptions(
-        bytes_per_token=value_bytes * len(resolved),
-        value_bytes_per_token=value_bytes,
-        shard_bytes=identity.shard_bytes,
-        duplicates="keep",
-    )
-    plan = write_plan([_prompts(lengths, description.vocab_size, seed)], store, options)
-    manifest = Manifest(state="planning", identity=identity).with_plan(plan)
-    manifest.save(store)
+    manifest = save_plan(store, identity, _prompts(lengths, description.vocab_size, seed))
     engine_options = EngineOptions(
-        model=description, layers=resolved, max_tokens=max(lengths), buffer_tokens=max(plan.shard_tokens), num_buffers=1
+        model=description,
+        layers=resolved,
+        max_tokens=max(lengths),
+        buffer_tokens=max(manifest.plan.shard_tokens),
+        num_buffers=1,
     )
     digests = {}
     with open_engine("transformers", engine_options) as engine:
         for prompts in planned_prompts(manifest, store):
             buffer = engine.buffer(int(prompts.ends[-1]))
             engine.capture_all(prompts.tokens, into=buffer)
-            digests[prompts.shard] = _write(store, manifest, prompts, buffer.states)
+            digests[prompts.shard] = publish_shard(store, manifest, prompts, buffer.states)
             buffer.release()
     complete(manifest, store, digests)
     return out
@@ -110,17 +105,6 @@ def _prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> pa.Table:
         for number, num_tokens in enumerate(lengths)
     ]
     return pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA)
-
-
-def _write(store: Store, manifest: Manifest, prompts: ShardPrompts, states: States) -> str:
-    """Publishes a shard; gives its digest."""
-    identity = manifest.identity
-    schema = shard_schema(identity.layers, hidden_size=identity.hidden_size, dtype=identity.stored_dtype)
-    schema = stamped(schema, shard=prompts.shard, identity_digest=identity.digest)
-    table = shard_table(prompts, states, schema)
-    with store.staged(manifest.shard_name(prompts.shard)) as sink:
-        write_table(table, sink, compression=identity.compression, file_format=identity.file_format)
-    return table.schema.metadata[b"hsray.digest"].decode()
 
 
 def rewrite(out: Path, change: Callable[[list[States], ShardPrompts], ShardPrompts | None]) -> None:

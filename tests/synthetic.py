@@ -12,10 +12,11 @@ import torch
 
 from hsray.layers import Layer
 from hsray.manifest import Identity, Manifest, complete
-from hsray.plan import PlanOptions, read_plan_file, write_plan
+from hsray.plan import read_plan_file
 from hsray.prompts import PROMPTS_SCHEMA
-from hsray.shard import FileFormat, ShardPrompts, shard_schema, shard_table, stamped, write_table
+from hsray.shard import FileFormat, ShardPrompts
 from hsray.store import Store
+from pipelines import random_dataset
 
 LAYERS: tuple[Layer, ...] = ("embed", 3, "final")
 LENGTHS = [5, 1, 30, 2, 2, 80, 7, 7, 1, 40]
@@ -86,16 +87,7 @@ def plan_prompts(
         }
         for number, prompt in enumerate(prompts)
     ]
-    options = PlanOptions(
-        bytes_per_token=bytes_per_token,
-        value_bytes_per_token=bytes_per_token // len(LAYERS),
-        shard_bytes=identity.shard_bytes,
-        duplicates="keep",
-    )
-    plan = write_plan([pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA)], store, options)
-    manifest = Manifest(state="planning", identity=identity).with_plan(plan)
-    manifest.save(store)
-    return store, manifest
+    return store, random_dataset.save_plan(store, identity, pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA))
 
 
 def publish_shard(store: Store, manifest: Manifest, prompts: Sequence[dict], shard: int) -> str:
@@ -104,13 +96,7 @@ def publish_shard(store: Store, manifest: Manifest, prompts: Sequence[dict], sha
     ids = listed.prompt_ids.to_pylist()
     wanted = [prompt["hidden_states"] for prompt in prompts if prompt["prompt_id"] in ids]
     states = {layer: torch.cat([states[layer] for states in wanted]) for layer in LAYERS}
-    identity = manifest.identity
-    schema = shard_schema(LAYERS, hidden_size=identity.hidden_size, dtype=identity.stored_dtype)
-    schema = stamped(schema, shard=shard, identity_digest=manifest.identity.digest)
-    table = shard_table(listed, states, schema)
-    with store.staged(manifest.shard_name(shard)) as sink:
-        write_table(table, sink, compression=identity.compression, file_format=identity.file_format)
-    return table.schema.metadata[b"hsray.digest"].decode()
+    return random_dataset.publish_shard(store, manifest, listed, states)
 
 
 def write_dataset(prompts: Sequence[dict], out: Path | str, shard_tokens: int = 40, **changes: object) -> None:
