@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pyarrow as pa
 
@@ -21,6 +21,9 @@ NAMESPACE = b"hsray"
 
 #: Ray Data writes its own advice into a worker's exception, from here on.
 RAY_ADVICE = "\nFailed to apply UDF transform after"
+
+#: Set once a signal has asked the driver to end.
+_interrupted = threading.Event()
 
 
 class ProcessDied(EngineDied):
@@ -53,7 +56,7 @@ def ray_data() -> Iterator[None]:
             setattr(context, name, value)
         context.execution_options.preserve_order = True
         data_logger.setLevel(logging.CRITICAL)  # what fails is raised here, without Ray's pages around it
-        with _stopped_by_sigterm():
+        with _interruptible():
             yield
     finally:
         for name, value in before.items():
@@ -63,19 +66,36 @@ def ray_data() -> Iterator[None]:
 
 
 @contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Lets SIGTERM, with which ``ray job stop`` and Kubernetes begin, interrupt as Ctrl-C does.
+def _interruptible() -> Iterator[None]:
+    """Lets SIGTERM, with which ``ray job stop`` and Kubernetes begin, interrupt as Ctrl-C does, and neither be lost.
 
-    It is put in place after Ray has started, which sets a handler of its own that exits.
+    A handler's exception is lost where Python happens to be in a callback that may not raise, as Ray's driver often is; so
+    the signal is remembered as well. The handlers are put in place after Ray has started, which sets one that exits.
     """
+    _interrupted.clear()
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, _interrupt)
+    if before[signal.SIGINT] is signal.default_int_handler:  # an application's own is left alone
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
+        _check_interrupted()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    _interrupted.set()
+    raise KeyboardInterrupt
+
+
+def _check_interrupted() -> None:
+    if _interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 def job_name() -> str:
@@ -128,6 +148,7 @@ def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
 
     try:
         for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+            _check_interrupted()
             if block.num_columns:
                 yield block
     except RayTaskError as error:

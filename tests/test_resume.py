@@ -32,7 +32,7 @@ FINISHED_ROWS = unique_prompts(5, longest=50)
 @pytest.fixture
 def resumable(tiny_llama, tmp_path, ray_session, request):
     """A build to kill: its command for an `out`, and the files of an undisturbed run."""
-    dataset = write_jsonl(tmp_path / "prompts.jsonl", unique_prompts(300, longest=700, seed=1))
+    dataset = write_jsonl(tmp_path / "prompts.jsonl", unique_prompts(100, longest=300, seed=1))
 
     def command(out: Path) -> list[str]:
         script = [
@@ -42,7 +42,7 @@ def resumable(tiny_llama, tmp_path, ray_session, request):
             request.config.getoption("resume_engine"),
         ]
         what = ["--model", str(tiny_llama), "--dataset", str(dataset), "--layers", *map(str, LAYERS)]
-        return [*script, *what, "--out", str(out), "--shard-bytes", "4MiB", "--no-progress"]
+        return [*script, *what, "--out", str(out), "--shard-bytes", "512KiB", "--no-progress"]
 
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     started = time.monotonic()

@@ -1,0 +1,40 @@
+"""Ray Data as hsray uses it: a signal ends a driver, wherever in it the signal falls."""
+
+import os
+import signal
+import weakref
+
+import pytest
+import ray.data
+
+from hsray.raydata import blocks_of, ray_data
+
+
+def send_lost(number: int) -> None:
+    """Sends this process a signal within a weak reference's callback, which may not raise."""
+    dying = set()
+    end = weakref.ref(dying, lambda _: os.kill(os.getpid(), number))
+    del dying
+    assert end() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_is_lost_in_a_callback_still_interrupts(ray_session, number):
+    before = signal.getsignal(number)
+    blocks = []
+    with pytest.raises(KeyboardInterrupt), ray_data():
+        for block in blocks_of(ray.data.range(20, override_num_blocks=20)):
+            blocks.append(block)
+            send_lost(number)
+    assert len(blocks) == 1
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_lost_after_the_last_block_is_raised_at_the_end(ray_session):
+    with pytest.raises(KeyboardInterrupt), ray_data():
+        assert len(list(blocks_of(ray.data.range(1)))) == 1
+        send_lost(signal.SIGINT)
+    with ray_data():  # the next is not interrupted
+        assert len(list(blocks_of(ray.data.range(1)))) == 1
