@@ -53,8 +53,8 @@ class DeviceStaging:
 
         self._stream = torch.cuda.Stream(device)
         self._slots = [torch.empty(SLOT_BYTES, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
-        self._left = [torch.cuda.Event() for _ in self._slots]
-        self._next = 0
+        self._filled, self._left = ([torch.cuda.Event() for _ in self._slots] for _ in range(2))
+        self._sent = 0
 
     def send(self, addends: "Sequence[torch.Tensor]", places: Iterable[Place]) -> None:
         """Starts to write the sum of one or two tensors, [B, D] each, to the places of its rows.
@@ -71,13 +71,15 @@ class DeviceStaging:
     def _send_slot(self, addends: "list[torch.Tensor]", start: int, places: list[Place]) -> None:
         import torch
 
-        index, self._next = self._next, (self._next + 1) % NUM_SLOTS
+        index = self._sent % NUM_SLOTS
         num_rows, hidden_size = addends[0].shape
         current = torch.cuda.current_stream()
-        current.wait_event(self._left[index])
+        if self._sent >= NUM_SLOTS:  # the first slots of a pass are free, since `finish` waited for all
+            current.wait_event(self._left[index])
         slot_BD = self._slots[index].view(addends[0].dtype)[: num_rows * hidden_size].view(num_rows, hidden_size)
         _sum(addends, out=slot_BD)
-        self._stream.wait_stream(current)
+        self._filled[index].record(current)
+        self._stream.wait_event(self._filled[index])
         with torch.cuda.stream(self._stream):
             for place in places:
                 begin = max(place.batch_row, start)
@@ -85,11 +87,13 @@ class DeviceStaging:
                 if begin < end:
                     target_SD = place.rows_SD[begin - place.batch_row : end - place.batch_row]
                     target_SD.copy_(slot_BD[begin - start : end - start], non_blocking=True)
-            self._left[index].record()
+        self._left[index].record(self._stream)
+        self._sent += 1
 
     def finish(self) -> None:
         """Returns once everything sent has arrived."""
         self._stream.synchronize()
+        self._sent = 0
 
 
 def _sum(addends: "Sequence[torch.Tensor]", *, out: "torch.Tensor") -> None:

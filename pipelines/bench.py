@@ -1,7 +1,7 @@
 """Measures where the time goes: one model and the same prompts through ever more of the road, in one run.
 
     plain         SGLang alone, one request in flight, nothing captured
-    capture       the same with the states of --layers copied to shared memory: a bare loop of `engine.capture`
+    capture       the same with the states of --layers copied to shared memory: a bare loop of `engine.capture_all`
     build         the whole of `hsray.build`, through Ray, to Parquet files
     transformers  Hugging Face Transformers, the same states copied to the host
     lists         SGLang's own `return_hidden_states`: one state, as JSON lists
@@ -13,12 +13,13 @@ Engine start is not counted; each engine first runs a few prompts that are not t
     python pipelines/bench.py --model config/ --load-format dummy --lengths mix --requests-in-flight 64 --layers 1 17 32 -1
 
 With --by-turns, plain and capture are measured against each other on a machine that is slower at one time than another.
-With --requests-in-flight, the loops hand over many prompts at once. Of a build it also prints how fast each stage went
-while it was at work, and which one all others waited for.
+The loops hand over some prompts at once, of which one runs at a time, or as many as --requests-in-flight. Of a build it also
+prints how fast each stage went while it was at work, and which one all others waited for.
 """
 
 import argparse
 import asyncio
+import functools
 import json
 import random
 import shutil
@@ -111,7 +112,7 @@ def read_conversations(path: Path, arguments: argparse.Namespace) -> Workload:
 
 
 def timed(runs: "list[Callable[[Workload], None]]", prompts: Workload, arguments: argparse.Namespace) -> list[Measured]:
-    """Gives the same prompts, one or many at once, to each of `runs` by turns, until the limit."""
+    """Gives the same prompts, some at once, to each of `runs` by turns, until the limit."""
     for run in runs:
         for some in at_once(prompts[:WARM_UP_PROMPTS], arguments.requests_in_flight):
             run(some)
@@ -137,8 +138,8 @@ def gpu_memory_mb() -> int | None:
 
 
 def at_once(prompts: Workload, requests_in_flight: int) -> list[Workload]:
-    """The prompts that a loop hands over together: one, or many times what may be in flight."""
-    num = 1 if requests_in_flight == 1 else 4 * requests_in_flight
+    """The prompts that a loop hands over together, as a build does a shard's; `requests_in_flight` of them run at one time."""
+    num = 4 * max(2, requests_in_flight)
     return [prompts[start : start + num] for start in range(0, len(prompts), num)]
 
 
@@ -164,10 +165,10 @@ def sglang_road(options: EngineOptions, *, lists: bool) -> Iterator[Callable[[Wo
     sampling = {"max_new_tokens": 1 if lists else 0, "temperature": 0}
 
     def run(prompts: Workload) -> None:
-        what = prompts if len(prompts) > 1 else prompts[0]
-        replies = engine.generate(input_ids=what, sampling_params=sampling, return_hidden_states=lists)
+        ask = functools.partial(engine.generate, sampling_params=sampling, return_hidden_states=lists)
+        one = options.requests_in_flight == 1
+        replies = [ask(input_ids=prompt) for prompt in prompts] if one else ask(input_ids=prompts)
         if lists:
-            replies = replies if len(prompts) > 1 else [replies]
             rows = [len(reply["meta_info"]["hidden_states"][0]) for reply in replies]
             assert rows == [len(prompt) for prompt in prompts]
 
