@@ -138,12 +138,14 @@ def block_input(block: "torch.nn.Module", args: tuple[Any, ...], kwargs: dict[st
     SGLang up to 0.5.20 passes a pending residual beside the last block's output; 0.5.23 keeps it, with whatever the
     output still owes, on ``forward_batch.residual_stream``, for the classes moved to it.
     """
-    arguments = _signature(type(block)).bind(block, *args, **kwargs).arguments
-    hidden_states = arguments["hidden_states"]
-    stream = getattr(arguments.get("forward_batch"), "residual_stream", None)
+    places = _places(type(block))
+    hidden_states, forward_batch, residual = (
+        args[place] if (place := places.get(name, len(args))) < len(args) else kwargs.get(name)
+        for name in ("hidden_states", "forward_batch", "residual")
+    )
+    stream = getattr(forward_batch, "residual_stream", None)
     if stream is not None:
         return [stream.snapshot(hidden_states)]
-    residual = arguments.get("residual")
     return [hidden_states] if residual is None else [hidden_states, residual]
 
 
@@ -155,8 +157,10 @@ def norm_input(_norm: "torch.nn.Module", args: tuple[Any, ...], kwargs: dict[str
 
 
 @functools.cache
-def _signature(block_type: type) -> inspect.Signature:
-    return inspect.signature(block_type.forward)
+def _places(block_type: type) -> dict[str, int]:
+    """Where a block's forward takes each of its arguments; to bind them anew takes longer than a short prompt's block."""
+    names = list(inspect.signature(block_type.forward).parameters)[1:]
+    return {name: place for place, name in enumerate(names)}
 
 
 def block_output(output: Any, arguments: Sequence[Any]) -> "torch.Tensor":

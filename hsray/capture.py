@@ -26,7 +26,7 @@ import numpy as np
 
 from hsray.canary import Canary, block_input, norm_input
 from hsray.layers import Layer, boundary
-from hsray.staging import DeviceStaging, HostStaging, Place, map_memory
+from hsray.staging import DeviceStaging, HostStaging, LayerMemory, Place, map_memory
 
 if TYPE_CHECKING:
     import torch
@@ -224,8 +224,8 @@ class _Request:
     num_rows: int
     first_row: int
     """Of the prompt: 0 unless its prefill is chunked."""
-    states: "dict[Layer, torch.Tensor]"
-    """Its shard's memory by layer, [S, D] each; empty on a rank that only reads."""
+    memory: dict[Layer, LayerMemory]
+    """Its shard's; empty on a rank that only reads."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -241,7 +241,10 @@ class SchedulerCapture:
     def __init__(self, plan: CapturePlan, *, writes: bool):
         self._plan, self._writes = plan, writes
         self._control = ControlPage(plan.control_path)
-        self._memories: list[torch.Tensor] = []
+        self._memories: list[tuple[torch.Tensor, torch.Tensor]] = []  # as the host and as the device address it
+        self._by_layer: dict[
+            int, tuple[int, dict[Layer, LayerMemory]]
+        ] = {}  # of each buffer, for a shard of so many tokens
         self._batch: _Batch | None = None
         self._rows_done: dict[int, int] = {}
         self._staging: HostStaging | DeviceStaging = HostStaging()
@@ -265,7 +268,8 @@ class SchedulerCapture:
         device = next(model.parameters()).device
         if device.type == "cuda":
             self._staging = DeviceStaging(device)
-        self._memories = [map_memory(path, register=device.type == "cuda") for path in self._plan.buffer_paths]
+        memories = map(map_memory, self._plan.buffer_paths)
+        self._memories = [(memory, self._staging.expose(memory)) for memory in memories]
         self._control.describe({"architecture": type(model).__name__, "load_s": load_s})
 
     def _pre_hook(self, layer: Layer, read: "Callable[..., list[torch.Tensor]]") -> Callable[..., None]:
@@ -306,7 +310,7 @@ class SchedulerCapture:
                 disagreements = canary.compare_ranks(self._plan.dtype)  # all ranks take part
             if not self._writes:
                 return
-            if sorted(map(str, batch.taken)) != sorted(map(str, self._plan.layers)):
+            if tuple(batch.taken) != self._plan.layers:
                 raise RuntimeError(
                     f"one pass gave layers {batch.taken}; {list(self._plan.layers)} were wanted, each once"
                 )
@@ -336,9 +340,9 @@ class SchedulerCapture:
                     f"rows {first_row}..{first_row + num_rows} of a prompt of {ticket.num_tokens} tokens, after {done} rows: "
                     "its first rows were taken from a cache, not computed"
                 )
-            states = self._states(ticket) if self._writes else {}
+            memory = self._memory_by_layer(ticket) if self._writes else {}
             requests.append(
-                _Request(ticket=ticket, batch_row=batch_row, num_rows=num_rows, first_row=first_row, states=states)
+                _Request(ticket=ticket, batch_row=batch_row, num_rows=num_rows, first_row=first_row, memory=memory)
             )
             batch_row += num_rows
         return _Batch(requests=requests, num_rows=batch_row)
@@ -357,30 +361,44 @@ class SchedulerCapture:
                 )
             if addend.dtype != dtype:
                 raise RuntimeError(f"a state of {addend.dtype}; {dtype} was wanted: open the engine with that dtype")
-        places = []
-        for request in batch.requests:
-            start = request.ticket.row + request.first_row
-            rows_SD = request.states[layer][start : start + request.num_rows]
-            places.append(Place(batch_row=request.batch_row, rows_SD=rows_SD))
+        places = [
+            Place(
+                batch_row=request.batch_row,
+                num_rows=request.num_rows,
+                memory=request.memory[layer],
+                row=request.ticket.row + request.first_row,
+            )
+            for request in batch.requests
+        ]
         self._staging.send(addends, places)
 
     def _judge(self, canary: Canary, request: _Request, faults: list[str]) -> None:
         """Lets the canary judge its prompt's states, and notes which tokens the LM head may choose after it."""
-        states = {layer: hidden_SD[: request.num_rows] for layer, hidden_SD in request.states.items()}
+        states = {layer: memory.host_SD[: request.num_rows] for layer, memory in request.memory.items()}
         faults = faults + canary.judge(states, self._plan.dtype)
         if faults:
             raise RuntimeError("the canary's states are wrong: " + "; ".join(faults))
         choices = canary.choices(states["final"], self._plan.vocab_size) if "final" in states else None
         self._control.describe({**self._control.description, "choices": choices})
 
-    def _states(self, ticket: Ticket) -> "dict[Layer, torch.Tensor]":
-        """A shard's memory by layer, [S, D] each."""
+    def _memory_by_layer(self, ticket: Ticket) -> dict[Layer, LayerMemory]:
+        """A shard's memory; it is cut up once for all of the shard's prompts."""
         import torch
 
-        plan, dtype = self._plan, getattr(torch, self._plan.dtype)
-        shape = (len(plan.layers), ticket.shard_tokens, plan.hidden_size)
-        memory = self._memories[ticket.buffer][: math.prod(shape) * dtype.itemsize]
-        return dict(zip(plan.layers, memory.view(dtype).view(shape), strict=True))
+        num_tokens, by_layer = self._by_layer.get(ticket.buffer, (0, {}))
+        if num_tokens != ticket.shard_tokens:
+            plan, dtype = self._plan, getattr(torch, self._plan.dtype)
+            shape = (len(plan.layers), ticket.shard_tokens, plan.hidden_size)
+            hosts_LSD, devices_LSD = (
+                memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+                for memory in self._memories[ticket.buffer]
+            )
+            by_layer = {
+                layer: LayerMemory(host_SD=host_SD, device_SD=device_SD)
+                for layer, host_SD, device_SD in zip(plan.layers, hosts_LSD, devices_LSD, strict=True)
+            }
+            self._by_layer[ticket.buffer] = ticket.shard_tokens, by_layer
+        return by_layer
 
     def _finish(self, request: _Request) -> None:
         sequence, num_rows = request.ticket.sequence, request.first_row + request.num_rows

@@ -119,7 +119,7 @@ class SGLangEngine(CaptureEngine):
                 cpu_threads=None if _has_gpu() else max(1, len(os.sched_getaffinity(0)) // options.tensor_parallel),
             )
             self._control = ControlPage(plan.control_path)
-            super().__init__(options, [map_memory(path, register=False) for path in paths])
+            super().__init__(options, list(map(map_memory, paths)))
             self._belongings = _Belongings()
             try:
                 self._sglang = _start(plan, options)
@@ -134,8 +134,11 @@ class SGLangEngine(CaptureEngine):
                 if self._sglang is None:
                     self._belongings.end()
         self._places = asyncio.Semaphore(options.requests_in_flight)
-        self.answered, self._running, self._longest_first = time.monotonic(), 0, False
+        self.answered, self._longest_first = time.monotonic(), False
+        self._running: dict[asyncio.Task[Any], tuple[Ticket, float]] = {}  # what is asked by which task, and since when
+        self._given_up: dict[asyncio.Task[Any], str] = {}
         threading.Thread(target=self._sglang.loop.run_forever, name="hsray-sglang", daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._watch(), self._sglang.loop)
         started = time.monotonic()
         try:
             self._handshake()
@@ -199,7 +202,11 @@ class SGLangEngine(CaptureEngine):
                 except Exception as error:  # raised below, with the prompt's number
                     failures[index] = error
 
-        await asyncio.gather(*map(run, in_order))
+        if self.options.requests_in_flight == 1:
+            for index in in_order:  # a task for each would keep the GPU waiting while one hands over to the next
+                await run(index)
+        else:
+            await asyncio.gather(*map(run, in_order))
         if failures:
             first = min(failures)
             raise CaptureError.of(failures[first], prompt=first) from failures[first]
@@ -210,37 +217,47 @@ class SGLangEngine(CaptureEngine):
         max_new_tokens=0 makes it a prefill and nothing else.
         """
         sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
-        sglang = self._sglang
+        sglang, task = self._sglang, asyncio.current_task()
         if sglang is None:
             raise EngineDied("this SGLang engine was closed meanwhile")
         if not self._running:
             self._control.forget_error()  # of earlier requests, which have all raised it
-        self._running += 1
+        self._running[task] = ticket, time.monotonic()
         try:
-            work = sglang.async_generate(input_ids=input_ids.tolist(), sampling_params=sampling, rid=ticket.rid())
-            return self._checked(ticket, await self._answer(ticket, asyncio.ensure_future(work)))
+            reply = await sglang.async_generate(
+                input_ids=input_ids.tolist(), sampling_params=sampling, rid=ticket.rid()
+            )
+        except asyncio.CancelledError as error:
+            if task not in self._given_up:
+                raise
+            task.uncancel()
+            raise EngineDied(self._given_up.pop(task)) from error
         finally:
-            self._running -= 1
-
-    async def _answer(self, ticket: Ticket, request: "asyncio.Future[dict[str, Any]]") -> dict[str, Any]:
-        """SGLang's answer, so long as there is somebody to give one."""
-        asked = time.monotonic()
-        while not (await asyncio.wait({request}, timeout=LIVENESS_S))[0]:
-            silent_s = time.monotonic() - max(asked, self.answered)
-            if silent_s > self.options.request_timeout_s:
-                request.cancel()
-                raise EngineDied(
-                    f"SGLang gave no answer to a prompt of {ticket.num_tokens} tokens, nor to any other, for {silent_s:.0f} s: "
-                    "it is given up; where that is no time for this model, give a longer request_timeout_s"
-                )
-            if not self._belongings.alive():
-                request.cancel()
-                words = self._control.error or "its log says why; a kill by the kernel (memory) leaves no words"
-                raise EngineDied(
-                    f"SGLang's scheduler process died during a prompt of {ticket.num_tokens} tokens: {words}"
-                )
+            del self._running[task]
         self.answered = time.monotonic()
-        return await request
+        return self._checked(ticket, reply)
+
+    async def _watch(self) -> None:
+        """Gives up requests that nobody is there to answer, or to which no answer comes."""
+        while True:
+            await asyncio.sleep(LIVENESS_S)
+            alive = not self._running or self._belongings.alive()
+            for task, (ticket, asked) in list(self._running.items()):
+                silent_s = time.monotonic() - max(asked, self.answered)
+                if silent_s > self.options.request_timeout_s:
+                    why = (
+                        f"SGLang gave no answer to a prompt of {ticket.num_tokens} tokens, nor to any other, for "
+                        f"{silent_s:.0f} s: it is given up; where that is no time for this model, give a longer "
+                        "request_timeout_s"
+                    )
+                elif not alive:
+                    words = self._control.error or "its log says why; a kill by the kernel (memory) leaves no words"
+                    why = f"SGLang's scheduler process died during a prompt of {ticket.num_tokens} tokens: {words}"
+                else:
+                    continue
+                if task not in self._given_up:
+                    self._given_up[task] = why
+                    task.cancel()
 
     def _checked(self, ticket: Ticket, reply: dict[str, Any]) -> list[int]:
         """The tokens of a reply, once it is sure that every row is in place."""

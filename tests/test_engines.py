@@ -1,5 +1,6 @@
 """Both engines keep one contract: the right rows of the right layer of the right prompt, or an error."""
 
+import functools
 import json
 import queue
 import random
@@ -121,7 +122,9 @@ class TestContract:
             buffer = tiny_engine.buffer(2 * num_tokens)
             try:
                 tiny_engine.capture_all(prompts, into=buffer)
-                return counted_calls(lambda: tiny_engine.capture_all(prompts, into=buffer), within="/hsray/")
+                # The most of some: a finished task is freed, which is a call, in this thread or in the event loop's.
+                run = functools.partial(tiny_engine.capture_all, prompts, into=buffer)
+                return max(counted_calls(run, within="/hsray/") for _ in range(5))
             finally:
                 buffer.release()
 
