@@ -73,11 +73,10 @@ def describe_model(model: str, *, dtype: str = "auto", trust_remote_code: bool =
 
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase | None":
     """Loads a model's own tokenizer; None for a folder that has none, which serves rows of ``input_ids`` alone."""
-    from transformers import AutoTokenizer
-
     folder = Path(model)
     if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
+    from transformers import AutoTokenizer  # takes seconds, which rows of ``input_ids`` alone need not wait for
 
     return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
 

@@ -27,13 +27,15 @@ hypothesis.settings.load_profile("hsray")
 
 
 #: The test files that take longest; the processes that share the tests begin with them, so as to end together.
-LONGEST_FILES = ["test_engines.py", "test_resume.py", "test_build.py"]
+LONGEST_FILES = ["test_resume.py", "test_engines.py", "test_faults.py", "test_build.py"]
 
 
 def pytest_configure() -> None:
     # A Ray of these tests' own: one that finds another in its folder joins it, and would end with it.
     os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-")
     os.environ.pop("RAY_ADDRESS", None)
+    # As in a Ray that a build starts; otherwise the other test process would have the cores first.
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_unconfigure() -> None:
@@ -94,6 +96,14 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_without_weights(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama's config alone."""
+    folder = tmp_path_factory.mktemp("config_alone")
+    shutil.copy(tiny_llama / "config.json", folder)
     return folder
 
 

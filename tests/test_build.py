@@ -5,11 +5,15 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
+import hsray
 from hsray.engine import EngineDied
+from hsray.report import BuildReport
 from tests.builds import build_tiny, files_of, unique_prompts, write_jsonl
 
 BAD_ROWS = [
@@ -20,6 +24,15 @@ BAD_ROWS = [
     (json.dumps({"input_ids": [1] * 1025}) + "\n", "prompts.jsonl:1: 1025 tokens, over max_tokens=1024"),
     ("", "the dataset has no prompt"),
 ]
+
+BUILT = {
+    "dataset": [*unique_prompts(60, longest=300), {"id": "long", "input_ids": [1] * 301}],
+    "layers": [0, 2, "final"],
+    "shard_bytes": 1 << 19,
+    "dtype": "float32",
+    "max_tokens": np.int64(300),
+    "too_long": "drop",
+}
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_ROWS)
@@ -66,16 +79,37 @@ def test_a_folder_that_holds_something_else_is_left_alone(ray_session, tiny_llam
     assert files_of(tmp_path / "out") == {"thesis.tex": b"do not lose"}
 
 
-def test_prompts_dropped_by_policy_are_counted_and_listed(ray_session, tiny_llama, tmp_path):
-    import pyarrow.parquet as pq
+@pytest.fixture(scope="module")
+def built(ray_session, tiny_llama, tmp_path_factory) -> tuple[EngineDied, BuildReport]:
+    """Of a build whose engine does not start, its error; and of `BUILT`, in the same folder, the report."""
+    out = tmp_path_factory.mktemp("built") / "out"
+    with pytest.raises(EngineDied) as failed:
+        build_tiny(tiny_llama, [{"input_ids": [1]}], out, engine_args={"bogus": 1})
+    return failed.value, build_tiny(tiny_llama, out=out, **BUILT)
 
-    rows = [{"id": "short", "input_ids": [1] * 5}, {"id": "long", "input_ids": [1] * 50}]
-    report = build_tiny(tiny_llama, rows, tmp_path / "out", max_tokens=10, too_long="drop")
-    assert (report.prompts, report.dropped) == (1, 1)
-    listed = pq.read_table(tmp_path / "out" / "dropped.parquet").to_pylist()
+
+def test_an_engine_that_does_not_start_ends_the_build_in_its_own_words_and_binds_nobody(built):
+    error, report = built
+    assert re.match(r"^the engine did not start: TypeError: .*'bogus'$", str(error))
+    assert report.new_shards == report.shards > 1
+
+
+def test_prompts_dropped_by_policy_are_counted_and_listed(built):
+    _, report = built
+    assert (report.prompts, report.dropped) == (60, 1)
+    listed = pq.read_table(Path(report.out) / "dropped.parquet").to_pylist()
     assert listed == [
-        {"source": "dataset[1]", "prompt_id": "long", "num_tokens": 50, "reason": "50 tokens, over max_tokens=10"}
+        {"source": "dataset[60]", "prompt_id": "long", "num_tokens": 301, "reason": "301 tokens, over max_tokens=300"}
     ]
+
+
+def test_a_build_makes_what_was_estimated_from_the_config_alone(built, model_without_weights):
+    _, report = built
+    found = hsray.estimate(model=str(model_without_weights), engine="transformers", **BUILT)
+    assert (found.prompts, found.tokens, found.shards, found.dropped) == (60, report.tokens, report.shards, 1)
+    assert found.raw_bytes == found.stored_bytes == pytest.approx(report.nbytes, rel=0.02)
+    everything = sum(map(len, files_of(Path(report.out)).values()))
+    assert found.raw_bytes + found.plan_bytes == pytest.approx(everything, rel=0.02)
 
 
 def test_a_cluster_with_gpus_runs_an_engine_on_each(tiny_llama, tmp_path):
@@ -93,14 +127,6 @@ print("actors", len(actors), "shards", report.new_shards == report.shards)
     ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == "actors 2 shards True"
-
-
-def test_an_engine_that_does_not_start_ends_the_build_in_its_own_words(ray_session, tiny_llama, tmp_path):
-    with pytest.raises(EngineDied, match=r"^the engine did not start: TypeError: .*'bogus'$"):
-        build_tiny(tiny_llama, [{"input_ids": [1]}], tmp_path / "out", engine_args={"bogus": 1})
-    # It made nothing, so it binds nobody.
-    report = build_tiny(tiny_llama, [{"input_ids": [1]}], tmp_path / "out", max_tokens=np.int64(100))
-    assert report.new_shards == 1
 
 
 def test_states_that_are_not_finite_end_the_build_naming_the_prompt(ray_session, tiny_llama, tmp_path):

@@ -18,7 +18,6 @@ from hsray.manifest import ManifestError, load_manifest
 from hsray.shard import ShardError
 from hsray.store import Store
 from pipelines.convert import main
-from tests.builds import build_tiny, unique_prompts
 from tests.synthetic import LAYERS, LENGTHS, assert_same, make_prompts, write_dataset
 from tests.test_hostile import FUZZ, with_manifest
 from tests.test_reader import WatchedFileSystem
@@ -200,13 +199,3 @@ def test_what_is_not_whole_is_not_converted(ray_session, out, tmp_path):
     load_manifest(Store(damaged)).reopened().save(Store(damaged))
     with pytest.raises(ManifestError, match="holds no complete dataset"):
         converted(damaged, tmp_path / "other")
-
-
-def test_a_build_makes_arrow_files_and_knows_them_again(ray_session, tiny_llama, tmp_path):
-    asked = {"shard_bytes": 1 << 14, "file_format": "arrow"}
-    report = build_tiny(tiny_llama, unique_prompts(8, longest=30), tmp_path, **asked)
-    assert report.new_shards == report.shards == len(list(tmp_path.glob("shards/*.arrow")))
-    assert hsray.check(str(tmp_path), deep=True, progress=False).ok
-    assert build_tiny(tiny_llama, unique_prompts(8, longest=30), tmp_path, **asked).new_shards == 0
-    with pytest.raises(ManifestError, match="file_format: the dataset has 'arrow', this build asks for 'parquet'"):
-        build_tiny(tiny_llama, unique_prompts(8, longest=30), tmp_path, shard_bytes=1 << 14)

@@ -1,43 +1,13 @@
-"""An estimate says what a build then makes; a preview shows what it trains on."""
+"""An estimate counts what a build will cost; a preview shows what it trains on."""
 
 import json
-import random
 import re
-from pathlib import Path
 
 import pytest
 
 import hsray
 from hsray.estimator import Estimate
-from tests.builds import files_of
 from tests.chats import assistant, user
-
-
-def rows_of(count: int, longest: int) -> list[dict]:
-    chosen = random.Random(3)
-    return [{"input_ids": [chosen.randrange(1000) for _ in range(chosen.randint(1, longest))]} for _ in range(count)]
-
-
-@pytest.fixture(scope="module")
-def model_without_weights(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("config_alone")
-    (folder / "config.json").write_bytes((tiny_llama / "config.json").read_bytes())
-    return folder
-
-
-def test_a_build_makes_what_was_estimated_from_the_config_alone(
-    ray_session, tiny_llama, model_without_weights, tmp_path
-):
-    rows = [*rows_of(60, 300), {"input_ids": [1] * 301}]
-    asked = {"layers": [0, 2, "final"], "shard_bytes": 1 << 19, "dtype": "float32", "engine": "transformers"}
-    asked |= {"max_tokens": 300, "too_long": "drop"}
-    found = hsray.estimate(rows, model=str(model_without_weights), **asked)
-    out = tmp_path / "out"
-    report = hsray.build(rows, model=str(tiny_llama), out=out, progress=False, **asked)
-    assert (found.prompts, found.tokens, found.shards, found.dropped) == (60, report.tokens, report.shards, 1)
-    assert found.raw_bytes == found.stored_bytes == pytest.approx(report.nbytes, rel=0.02)
-    everything = sum(map(len, files_of(out).values()))
-    assert found.raw_bytes + found.plan_bytes == pytest.approx(everything, rel=0.02)
 
 
 def test_an_estimate_counts_hours_and_money(ray_session, model_without_weights):

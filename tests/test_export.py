@@ -231,10 +231,9 @@ def test_a_file_holds_its_own_prompt_and_not_what_was_read_with_it(export, promp
 
 def test_a_final_state_that_was_not_built_is_made_by_the_models_own_norm(ray_session, tiny_gemma, tmp_path):
     """Gemma's, which multiplies by 1 + w: a norm that guessed would be far off."""
-    whole = make_dataset(
-        tiny_gemma, tmp_path / "whole", lengths=LENGTHS, layers=[0, 1, 2, 3, "final"], dtype="bfloat16"
-    )
-    out = make_dataset(tiny_gemma, tmp_path / "x", lengths=LENGTHS, layers=[0, 1, 2, 3], dtype="bfloat16")
+    asked = {"lengths": LENGTHS, "dtype": "bfloat16", "shard_tokens": sum(LENGTHS)}  # one shard: one process loads it
+    whole = make_dataset(tiny_gemma, tmp_path / "whole", layers=[0, 1, 2, 3, "final"], **asked)
+    out = make_dataset(tiny_gemma, tmp_path / "x", layers=[0, 1, 2, 3], **asked)
     hsray.export(out, "modelopt", to=tmp_path / "to", progress=False)
     for row, name in enumerate(files_of(tmp_path / "to", "*.pt")):
         content = torch.load(tmp_path / "to" / name, weights_only=True)

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import hsray
-from hsray.engine import PromptFailed
+from hsray.engine import PromptFailed, open_engine
 from hsray.events import NAME as EVENTS_NAME
 from hsray.flags import parse_engines
 from hsray.manifest import load_manifest
 from hsray.store import Store
 from tests.builds import files_of
+from tests.reference import options_for
 
 #: What becomes of a model that meets one of these tokens.
 EXITS, HANGS, RAISES, NOT_FINITE = 901, 902, 903, 904
@@ -92,10 +93,11 @@ def test_prompts_that_fail_are_left_out_and_listed_and_the_others_are_kept(ray_s
     dataset = hsray.read(tmp_path / "out")
     kept = [row for row in rows if row["id"] not in ("p3", "p4", "p5", "p8")]
     assert [dataset[index]["prompt_id"] for index in range(8)] == [row["id"] for row in kept]
-    healthy = build(poisoned, kept, tmp_path / "healthy") and hsray.read(tmp_path / "healthy")
-    for index in range(8):
-        for layer in (0, "final"):
-            assert torch.equal(dataset[index]["hidden_states"][layer], healthy[index]["hidden_states"][layer])
+    with open_engine("transformers", options_for(poisoned, trust_remote_code=True)) as healthy:
+        for index, row in enumerate(kept):
+            alone = healthy.capture_alone(row["input_ids"])
+            for layer in (0, "final"):
+                assert torch.equal(dataset[index]["hidden_states"][layer], alone[layer])
     assert hsray.check(tmp_path / "out", deep=True, progress=False).ok
     whole = files_of(tmp_path / "out")
     (tmp_path / "out/shards/000001.parquet").unlink()

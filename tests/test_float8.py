@@ -3,6 +3,8 @@
 Shapes: T tokens of a prompt, D hidden size.
 """
 
+from pathlib import Path
+
 import pyarrow as pa
 import pytest
 import torch
@@ -11,13 +13,21 @@ from hypothesis import strategies as st
 
 import hsray
 from hsray.float8 import LARGEST, from_float8, to_float8
-from hsray.manifest import load_manifest
+from hsray.manifest import ManifestError, load_manifest
+from hsray.report import BuildReport
 from hsray.shard import ShardError
 from hsray.store import Store
 from tests.builds import build_tiny, unique_prompts
 from tests.synthetic import LENGTHS, make_prompts, write_dataset
 
 WIDTH = 256
+BUILT = {
+    "dataset": unique_prompts(8, longest=30),
+    "shard_bytes": 1 << 14,
+    "dtype": "float8_e4m3",
+    "layers": [1, 5, "final"],
+    "file_format": "arrow",
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +108,27 @@ def test_a_prompt_that_is_not_finite_is_named_before_it_is_rounded(tmp_path):
         write_dataset(prompts, tmp_path, stored_dtype="float8_e4m3")
 
 
-def test_a_build_in_eight_bits_says_how_far_off_it_is_and_is_right(ray_session, one_thread, tiny_llama, tmp_path):
-    out, asked = tmp_path / "out", {"shard_bytes": 1 << 14, "dtype": "float8_e4m3", "layers": [1, 5, "final"]}
-    report = build_tiny(tiny_llama, unique_prompts(8, longest=30), out, **asked)
-    assert list(report.rounding) == ["1", "5", "final"]
-    assert all(0.01 < rounding.mean < rounding.worst < 0.06 for rounding in report.rounding.values())
-    assert sum(rounding.num_tokens for rounding in report.rounding.values()) == 3 * report.tokens
-    assert "layer final in eight bits: off by 2." in str(report)
-    assert hsray.check(str(out), deep=True, progress=False).ok
-    assert build_tiny(tiny_llama, unique_prompts(8, longest=30), out, **asked).new_shards == 0
-    found = hsray.verify(out, sample=8)
+@pytest.fixture(scope="module")
+def built(ray_session, tiny_llama, tmp_path_factory) -> BuildReport:
+    """Of a build in eight bits and Arrow files, as `BUILT` asks for."""
+    return build_tiny(tiny_llama, **BUILT, out=tmp_path_factory.mktemp("built") / "out")
+
+
+def test_a_build_makes_arrow_files_and_knows_them_again(built, tiny_llama):
+    assert built.new_shards == built.shards == len(list(Path(built.out).glob("shards/*.arrow")))
+    assert hsray.check(built.out, deep=True, progress=False).ok
+    assert build_tiny(tiny_llama, **BUILT, out=built.out).new_shards == 0
+    with pytest.raises(ManifestError, match="file_format: the dataset has 'arrow', this build asks for 'parquet'"):
+        build_tiny(tiny_llama, **(BUILT | {"file_format": "parquet"}), out=built.out)
+
+
+def test_a_build_in_eight_bits_says_how_far_off_it_is_and_is_right(built, one_thread, tmp_path):
+    assert list(built.rounding) == ["1", "5", "final"]
+    assert all(0.01 < rounding.mean < rounding.worst < 0.06 for rounding in built.rounding.values())
+    assert sum(rounding.num_tokens for rounding in built.rounding.values()) == 3 * built.tokens
+    assert "layer final in eight bits: off by 2." in str(built)
+    found = hsray.verify(built.out, sample=8)
     assert found.right, str(found)
     assert all(0.01 < layer.mean_error < 0.05 for layer in found.layers)
-    hsray.export(out, "safetensors", to=tmp_path / "exported", progress=False)
-    assert len(list((tmp_path / "exported").rglob("*.safetensors"))) == report.prompts
+    hsray.export(built.out, "safetensors", to=tmp_path / "exported", progress=False)
+    assert len(list((tmp_path / "exported").rglob("*.safetensors"))) == built.prompts

@@ -104,36 +104,31 @@ def test_reading_one_layer_moves_the_bytes_of_that_layer(endpoint, options):
     assert layer_bytes <= proxy.num_bytes_given < 1.05 * layer_bytes  # of four layers that is 26 % at the most
 
 
-def test_a_build_on_s3_is_whole_and_nothing_of_it_holds_a_credential(ray_session, tiny_llama, options, caplog):
+def test_a_build_on_s3_through_a_broken_network_is_right_and_nothing_of_it_holds_a_credential(
+    ray_session, tiny_llama, endpoint, options, caplog
+):
     import ray
 
-    out = f"{PREFIX}/build"
-    report = build_tiny(tiny_llama, unique_prompts(20, longest=50), out, shard_bytes=1 << 14, storage_options=options)
-    assert report.new_shards == report.shards > 1
-    again = build_tiny(tiny_llama, unique_prompts(20, longest=50), out, shard_bytes=1 << 14, storage_options=options)
+    rows, out = unique_prompts(20, longest=50), f"{PREFIX}/build"
+    proxy = FaultProxy(port_of(endpoint), seed=0, share=0.2, stall_s=2)
+    try:
+        through = options_for(proxy.endpoint, config_kwargs=IMPATIENT)
+        report = build_tiny(tiny_llama, rows, out, shard_bytes=1 << 14, storage_options=through)
+    finally:
+        proxy.close()
+    assert report.new_shards == report.shards > 2
+    assert sum(count for name, count in proxy.faults.items() if name != "none") > 2
+    again = build_tiny(tiny_llama, rows, out, shard_bytes=1 << 14, storage_options=options)
     assert again.new_shards == 0
     assert check(out, deep=True, storage_options=options, progress=False).ok
+    found = hsray.read(out, storage_options=options)
+    assert [prompt["prompt_id"] for prompt in found] == [row["id"] for row in rows]
     store = Store(out, options)
     names = ["manifest.json", *(f"{folder}/{name}" for folder in ("plan", "shards") for name in store.list(folder))]
     assert not [name for name in names if SECRET.encode() in store.read(name)]
     assert SECRET not in caplog.text
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
     assert not [path for path in logs.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-
-
-def test_a_build_through_a_broken_network_ends_and_is_right(ray_session, tiny_llama, endpoint, options):
-    prompts, out = unique_prompts(12, longest=40), "s3://bucket/broken-build"
-    proxy = FaultProxy(port_of(endpoint), seed=0, share=0.2, stall_s=2)
-    try:
-        through = options_for(proxy.endpoint, config_kwargs=IMPATIENT)
-        report = build_tiny(tiny_llama, prompts, out, shard_bytes=1 << 14, storage_options=through)
-    finally:
-        proxy.close()
-    assert report.new_shards == report.shards > 2
-    assert sum(count for name, count in proxy.faults.items() if name != "none") > 2
-    assert check(out, deep=True, storage_options=options, progress=False).ok
-    found = hsray.read(out, storage_options=options)
-    assert [prompt["prompt_id"] for prompt in found] == [prompt["id"] for prompt in prompts]
 
 
 def test_datasets_published_through_a_broken_network_are_right_and_no_object_is_ever_short(endpoint, options, request):
