@@ -83,7 +83,7 @@ def convert(
     )
     _begin(before, after, source, target)
     published = published_shards(target, file_format)
-    digests = check_shards(after, published, target)
+    digests = check_shards(after, published, target, receipts={})
     pending = pending_shards(after.plan, published)
     job = {"out": source.url, "to": target.url, "storage_options": storage_options, "before": before, "after": after}
     digests |= _write(job, pending, progress)

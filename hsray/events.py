@@ -2,8 +2,9 @@
 
 A line is a JSON object with ``time`` (UTC) and ``event``: ``build`` (a driver begins), ``receipt``, ``retry`` (a shard or
 prompt whose engine died before), ``failed`` (a shard is set aside), ``drop``, ``lost`` (an actor died too often, or with its
-node) and ``end``. It is a log of all runs, not a part of the dataset: nothing reads it. A local file has each line
-at once; elsewhere, where nothing can be added to an object, those of the last `FLUSH_S` may be lost with a driver.
+node) and ``end``. It is a log of all runs, not a part of the dataset, and may be removed: a build that is resumed takes its
+word for what earlier runs published (`receipts`), and looks at each shard that it does not vouch for. A local file has each line
+at once; elsewhere, where nothing can be added to an object, the last ones may be lost with a driver.
 """
 
 import json
@@ -17,8 +18,8 @@ from hsray.store import Store
 
 NAME = "events.jsonl"
 
-#: How long lines are kept for an object store, which is then given the whole object anew.
-FLUSH_S = 30.0
+#: How long lines are kept for an object store, which is then given the whole object anew; and for each byte of it, longer.
+FLUSH_S, FLUSH_S_PER_BYTE = 30.0, 1e-6
 
 #: What each counter counts.
 COUNTERS = {
@@ -34,12 +35,13 @@ COUNTERS = {
 class Events(AbstractContextManager):
     """Events of one run, written as they come."""
 
-    def __init__(self, store: Store, *, shards_left: int):
+    def __init__(self, store: Store, *, identity_digest: str, shards_left: int):
         from ray.util.metrics import Counter, Gauge
 
         self._store = store
-        self._lines: list[str] = []
-        self._flushed = time.monotonic()
+        before = store.read(NAME) if store.exists(NAME) else b""
+        self._num_bytes, self._flushed = len(before), time.monotonic()
+        self._lines = [] if before.endswith(b"\n") or not before else ["\n"]  # a kill left part of a line
         label = {"dataset": store.url.rstrip("/").rsplit("/", 1)[-1]}
         self._counters = {
             name: Counter(f"hsray_{name}", description=what, tag_keys=("dataset",)) for name, what in COUNTERS.items()
@@ -53,7 +55,7 @@ class Events(AbstractContextManager):
             metric.set_default_tags(label)
         self._shards_left = shards_left
         self._left.set(shards_left)
-        self.note("build", shards_left=shards_left)
+        self.note("build", identity=identity_digest, shards_left=shards_left)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.note("end", error=None if error is None else f"{kind.__name__}: {error}")
@@ -96,7 +98,8 @@ class Events(AbstractContextManager):
         """A line."""
         line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **what}
         self._lines.append(json.dumps(line) + "\n")
-        if self._store.is_local or time.monotonic() - self._flushed > FLUSH_S:
+        kept_s = FLUSH_S + FLUSH_S_PER_BYTE * self._num_bytes
+        if self._store.is_local or time.monotonic() - self._flushed > kept_s:
             self._flush()
 
     def _count(self, name: str, amount: float) -> None:
@@ -104,5 +107,23 @@ class Events(AbstractContextManager):
             self._counters[name].inc(amount)
 
     def _flush(self) -> None:
-        self._store.append(NAME, "".join(self._lines).encode())
-        self._lines, self._flushed = [], time.monotonic()
+        data = "".join(self._lines).encode()
+        self._store.append(NAME, data)
+        self._lines, self._num_bytes, self._flushed = [], self._num_bytes + len(data), time.monotonic()
+
+
+def receipts(store: Store, *, identity_digest: str) -> dict[int, tuple[int, str]]:
+    """What earlier runs published of the very dataset that is meant: shard -> (bytes of its file, digest of what it holds)."""
+    found: dict[int, tuple[int, str]] = {}
+    is_meant = False
+    for text in store.read(NAME).splitlines() if store.exists(NAME) else []:
+        try:
+            line = json.loads(text)
+            event = line["event"]
+            if event == "build":
+                is_meant = line["identity"] == identity_digest
+            elif event == "receipt" and is_meant:
+                found[line["shard"]] = line["nbytes"], line["digest"]
+        except (ValueError, KeyError, TypeError):  # cut off by a kill; whose the next lines are is not known either
+            is_meant = False
+    return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import hsray
 from hsray.engine import EngineName, EngineOptions
-from hsray.events import Events
+from hsray.events import Events, receipts
 from hsray.layers import LayersSpec
 from hsray.lease import Lease, held
 from hsray.manifest import (
@@ -192,14 +192,13 @@ def _build(
     manifest = _open_dataset(store, request.identity)
     with _forgotten_on_error(manifest, store, lease):
         manifest = _plan(manifest, dataset, store, request, lease, storage_options, progress)
-    published = published_shards(store, manifest.identity.file_format)
-    digests = check_shards(manifest, published, store)
-    pending = pending_shards(manifest.plan, published)
+    digests = made_before(manifest, store)
+    pending = pending_shards(manifest.plan, digests)
     report = _report(manifest, store)
     report.plan_s = time.monotonic() - started
     if pending:
         job = _capture_job(manifest, request, store, storage_options)
-        with Events(store, shards_left=len(pending)) as events:
+        with Events(store, identity_digest=manifest.identity.digest, shards_left=len(pending)) as events:
             rounds = Rounds(job, manifest, store, lease, report, events, engines=request.engines, progress=progress)
             digests |= rounds.capture(pending)
         manifest = rounds.manifest
@@ -211,6 +210,13 @@ def _build(
     check_inventory(manifest, published_shards(store, manifest.identity.file_format), store)
     report.nbytes = sum(manifest.shard_file_bytes)
     return report
+
+
+def made_before(manifest: Manifest, store: Store) -> dict[int, str]:
+    """The shards that are there, which are this dataset's: number -> digest. Raises as `check_shards` does."""
+    published = published_shards(store, manifest.identity.file_format)
+    known = receipts(store, identity_digest=manifest.identity.digest) if published else {}
+    return check_shards(manifest, published, store, receipts=known)
 
 
 def _show_layers(asked: LayersSpec, wanted: Identity, progress: bool) -> None:

@@ -31,6 +31,13 @@ from hsray.worker import CaptureJob, CaptureWorker, ProbeWorker
 #: may make more. Without a GPU the cores are the engine's, and it makes less.
 GPU_WRITERS, CPU_WRITERS = 2, 1
 
+#: Up to so many shards, each is a task. More share tasks, one after another in each: Ray keeps some kilobytes about a task
+#: until the last has ended.
+MAX_TASKS = 10_000
+
+#: What the plan takes in memory for a shard, and for each prompt and each token in it, about.
+PLAN_ROW_BYTES, PLAN_PROMPT_BYTES, PLAN_TOKEN_BYTES = 50, 40, 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
@@ -247,12 +254,23 @@ class Rounds:
                     ),
                 )
             )
-        said.context.target_max_block_size = 1  # a block for each row: one shard a task, and its receipt at once
+        # A block is a task; of one byte it has one row: one shard, whose receipt comes at once.
+        said.context.target_max_block_size = (
+            max(1, self._plan_bytes(shards) // MAX_TASKS) if num_tasks > MAX_TASKS else 1
+        )
         said.context.execution_options.preserve_order = False
         with _killed_on_error(names):
             for block in blocks_of(said):
                 self._lease.check()
                 yield from block.to_pylist()
+
+    def _plan_bytes(self, shards: Sequence[int]) -> int:
+        """What some shards' rows of the plan take, about."""
+        plan = self.manifest.plan
+        return sum(
+            PLAN_ROW_BYTES + PLAN_PROMPT_BYTES * plan.shard_prompts[shard] + PLAN_TOKEN_BYTES * plan.shard_tokens[shard]
+            for shard in shards
+        )
 
 
 @contextmanager

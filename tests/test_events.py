@@ -1,0 +1,86 @@
+"""The log of a build's runs: what it vouches for, whatever has become of it."""
+
+import json
+
+import pytest
+
+from hsray import manifest as manifest_module
+from hsray.events import NAME, Events, receipts
+from hsray.manifest import check_shards, load_manifest, published_shards
+from hsray.report import Receipt
+from hsray.shard import ShardError
+from hsray.store import Store
+from tests.datasets import make_dataset
+
+
+def receipt(shard: int, *, nbytes: int = 10, digest: str = "d") -> Receipt:
+    return Receipt(
+        shard=shard,
+        prompts=1,
+        tokens=1,
+        engine_start_s=0.0,
+        load_s=0.0,
+        first_request_s=0.0,
+        started_at=0.0,
+        published_at=0.0,
+        captured=True,
+        nbytes=nbytes,
+        digest=digest,
+    )
+
+
+def write_runs(store: Store, *runs: tuple[str, list[Receipt]]) -> None:
+    for identity_digest, given in runs:
+        with Events(store, identity_digest=identity_digest, shards_left=len(given)) as events:
+            for item in given:
+                events.receipt(item)
+
+
+def test_receipts_are_those_of_the_same_dataset_and_the_last_counts(tmp_path):
+    store = Store(tmp_path)
+    assert receipts(store, identity_digest="a") == {}
+    write_runs(
+        store,
+        ("a", [receipt(0), receipt(1)]),
+        ("b", [receipt(2)]),
+        ("a", [receipt(1, nbytes=11, digest="e"), receipt(3)]),
+    )
+    assert receipts(store, identity_digest="a") == {0: (10, "d"), 1: (11, "e"), 3: (10, "d")}
+    assert receipts(store, identity_digest="b") == {2: (10, "d")}
+
+
+@pytest.mark.parametrize("kept", [1, 30, 200])
+def test_a_line_that_a_kill_cut_off_vouches_for_nothing_nor_does_what_follows_it_until_the_next_run(tmp_path, kept):
+    store, log = Store(tmp_path), tmp_path / NAME
+    write_runs(store, ("a", [receipt(0)]))
+    whole = log.read_bytes()
+    write_runs(store, ("a", [receipt(1)]))
+    log.write_bytes(whole + log.read_bytes()[len(whole) :][:kept])
+    assert receipts(store, identity_digest="a") == {0: (10, "d")}
+    write_runs(store, ("a", [receipt(2)]))
+    assert receipts(store, identity_digest="a") == {0: (10, "d"), 2: (10, "d")}
+    assert [json.loads(line)["event"] for line in log.read_text().splitlines()[-3:]] == ["build", "receipt", "end"]
+
+
+def test_a_shard_is_looked_at_unless_a_receipt_vouches_for_its_size_and_so_are_some_of_those(
+    tiny_llama, tmp_path, monkeypatch
+):
+    make_dataset(tiny_llama, tmp_path / "out", lengths=[40] * 6, layers=[0])
+    store = Store(tmp_path / "out")
+    manifest = load_manifest(store)
+    published = published_shards(store, "parquet")
+    assert len(published) == 6
+    known = {shard: (num_bytes, manifest.shard_digests[shard]) for shard, num_bytes in published.items()}
+    paths = [tmp_path / "out" / manifest.shard_name(shard) for shard in range(6)]
+    paths[3].write_bytes(bytes(published[3]))
+    with pytest.raises(ShardError, match="000003.parquet is damaged"):  # of few, each is looked at
+        check_shards(manifest, published, store, receipts=known)
+    monkeypatch.setattr(manifest_module, "VOUCHED_READ", 2)
+    assert check_shards(manifest, published, store, receipts=known) == dict(enumerate(manifest.shard_digests))
+    for untold in ({}, {3: (published[3] + 1, "d")}):
+        told = {shard: value for shard, value in known.items() if shard != 3} | untold
+        with pytest.raises(ShardError, match="000003.parquet is damaged"):
+            check_shards(manifest, published, store, receipts=told)
+    paths[0].write_bytes(bytes(published[0]))
+    with pytest.raises(ShardError, match="000000.parquet is damaged"):
+        check_shards(manifest, published, store, receipts=known)
