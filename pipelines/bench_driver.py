@@ -1,17 +1,21 @@
 """Measures the driver alone: builds of ever more shards through an engine that computes nothing.
 
 Everything else is real: prompts, plan, Ray, actors, Parquet files, manifest. The engine is put into the actors' process as
-that process starts. What the driver does for a shard should not grow with their number.
+that process starts. What the driver does for a shard should not grow with their number. With --nodes it measures how a build
+scales over nodes, simulated on this machine, each with an engine that takes --shard-s for a shard.
 
     python pipelines/bench_driver.py --shards 1000 10000 100000
+    python pipelines/bench_driver.py --shards 300 --nodes 1 4
 """
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import torch
+from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
 
@@ -41,8 +46,12 @@ CONFIG = {
 }
 
 
+#: Tells the actors how long their engine takes for a shard.
+SHARD_S = "HSRAY_BENCH_SHARD_S"
+
+
 class ZeroEngine(CaptureEngine):
-    """Says that every state is zero."""
+    """Says that every state is zero, after a while."""
 
     name, version = "zero", "0"
 
@@ -51,6 +60,7 @@ class ZeroEngine(CaptureEngine):
         super().__init__(options, [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(options.num_buffers)])
 
     def _run(self, prompts: Sequence[np.ndarray], rows: Sequence[int], into: ShardBuffer) -> None:
+        time.sleep(float(os.environ[SHARD_S]))
         for hidden_SD in into.states.values():
             hidden_SD.zero_()
 
@@ -63,61 +73,106 @@ def use_zero_engine() -> None:
     hsray.worker.open_engine = lambda _name, options: ZeroEngine(options)
 
 
-def measure(num_shards: int, folder: Path) -> dict[str, float]:
+@contextmanager
+def cluster_of(num_nodes: int, shard_s: float) -> Iterator[None]:
+    """A Ray of this machine, connected; several nodes have a core each, so that each has one engine."""
+    runtime_env = {"worker_process_setup_hook": use_zero_engine, "env_vars": {SHARD_S: str(shard_s)}}
+    quiet = {"log_to_driver": False, "runtime_env": runtime_env}
+    if not num_nodes:
+        ray.init(address="local", include_dashboard=False, **quiet)
+        yield
+        ray.shutdown()
+        return
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(num_nodes - 1):
+        cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, **quiet)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def measure(num_shards: int, num_nodes: int, shard_s: float) -> dict[str, float]:
     """A build of so many shards, of a prompt of one token each: seconds, and the driver's CPU and memory."""
-    rows = folder / "prompts.parquet"
-    ids = pa.array([[number % 1000] for number in range(num_shards)], pa.list_(pa.int32()))
-    pq.write_table(pa.table({"input_ids": ids}), rows)
-    driver = psutil.Process()
-    before, started, cpu_s = driver.memory_info().rss, time.monotonic(), sum(driver.cpu_times()[:2])
-    report = hsray.build(
-        str(rows),
-        model=str(folder),
-        layers=[0],
-        out=folder / "out",
-        engine="transformers",
-        shard_bytes=1,
-        progress=False,
-    )
-    assert report.new_shards == num_shards
-    return {
-        "shards": num_shards,
-        "plan_s": report.plan_s,
-        "capture_s": report.capture_wall_s,
-        "whole_s": time.monotonic() - started,
-        "driver_cpu_s": sum(driver.cpu_times()[:2]) - cpu_s,
-        "driver_bytes": driver.memory_info().rss - before,
-    }
+    with tempfile.TemporaryDirectory(prefix="hsray-bench-") as name, cluster_of(num_nodes, shard_s):
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        ids = pa.array([[number % 1000] for number in range(num_shards)], pa.list_(pa.int32()))
+        pq.write_table(pa.table({"input_ids": ids}), folder / "prompts.parquet")
+        driver = psutil.Process()
+        before, started, cpu_s = driver.memory_info().rss, time.monotonic(), sum(driver.cpu_times()[:2])
+        report = hsray.build(
+            str(folder / "prompts.parquet"),
+            model=str(folder),
+            layers=[0],
+            out=folder / "out",
+            engine="transformers",
+            engines=max(1, num_nodes),
+            shard_bytes=1,
+            progress=False,
+        )
+        assert report.new_shards == num_shards
+        return {
+            "shards": num_shards,
+            "nodes": num_nodes,
+            "plan_s": report.plan_s,
+            "capture_s": report.capture_wall_s,
+            "whole_s": time.monotonic() - started,
+            "driver_cpu_s": sum(driver.cpu_times()[:2]) - cpu_s,
+            "driver_bytes": driver.memory_info().rss - before,
+        }
+
+
+def show_shards(figures: Sequence[dict[str, float]], console: Console) -> None:
+    """A row for each number of shards."""
+    shown = Table("shards", "whole s", "ms a shard: planning", "capture", "all", "driver's CPU", "driver's KB a shard")
+    for figure in figures:
+        parts = ("plan_s", "capture_s", "whole_s", "driver_cpu_s")
+        shown.add_row(
+            f"{figure['shards']:,}",
+            f"{figure['whole_s']:.1f}",
+            *(f"{1e3 * figure[part] / figure['shards']:.2f}" for part in parts),
+            f"{figure['driver_bytes'] / figure['shards'] / 1e3:.1f}",
+        )
+    console.print(shown)
+
+
+def show_nodes(figures: Sequence[dict[str, float]], console: Console) -> None:
+    """A row for each number of nodes; seconds are from the first shard's begin to the last one's publication."""
+    shown = Table("nodes", "shards", "seconds", "shards/s", "times the first")
+    first = figures[0]["shards"] / figures[0]["capture_s"]
+    for figure in figures:
+        speed = figure["shards"] / figure["capture_s"]
+        cells = (
+            f"{figure['nodes']}",
+            f"{figure['shards']}",
+            f"{figure['capture_s']:.1f}",
+            f"{speed:.2f}",
+            f"{speed / first:.2f}",
+        )
+        shown.add_row(*cells)
+    console.print(shown)
 
 
 def main() -> int:
-    """Prints a row for each number of shards, and writes JSON if asked."""
+    """Prints a table, and writes JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=int, nargs="+", default=[1000, 10_000], help="(default: 1000 10000)")
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", default=[], help="measure each number of shards on so many nodes"
+    )
+    parser.add_argument(
+        "--shard-s",
+        type=float,
+        default=0.0,
+        help="how long an engine takes for a shard (default: 0, or 1 with --nodes)",
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"worker_process_setup_hook": use_zero_engine},
-    )
-    shown = Table("shards", "whole s", "ms a shard: planning", "capture", "all", "driver's CPU", "driver's KB a shard")
-    figures = []
-    for num_shards in arguments.shards:
-        with tempfile.TemporaryDirectory(prefix="hsray-bench-") as name:
-            folder = Path(name)
-            (folder / "config.json").write_text(json.dumps(CONFIG))
-            figure = measure(num_shards, folder)
-        figures.append(figure)
-        milliseconds = [1e3 * figure[part] / num_shards for part in ("plan_s", "capture_s", "whole_s", "driver_cpu_s")]
-        shown.add_row(
-            f"{num_shards:,}",
-            f"{figure['whole_s']:.1f}",
-            *(f"{value:.2f}" for value in milliseconds),
-            f"{figure['driver_bytes'] / num_shards / 1e3:.1f}",
-        )
-    Console(width=120).print(shown)
+    shard_s = arguments.shard_s or (1.0 if arguments.nodes else 0.0)
+    each = [(num_shards, num_nodes) for num_shards in arguments.shards for num_nodes in arguments.nodes or [0]]
+    figures = [measure(num_shards, num_nodes, shard_s) for num_shards, num_nodes in each]
+    (show_nodes if arguments.nodes else show_shards)(figures, Console(width=120))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0

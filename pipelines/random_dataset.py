@@ -22,6 +22,33 @@ def make_random_dataset(
     out: Path, *, lengths: Sequence[int], layers: Sequence[Layer], num_layers: int, hidden_size: int, shard_bytes: int
 ) -> None:
     """A complete dataset in bfloat16 of prompts of these lengths."""
+    store = Store(out)
+    manifest = plan_random_dataset(
+        store,
+        lengths=lengths,
+        layers=layers,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        shard_bytes=shard_bytes,
+    )
+    digests = {}
+    for prompts in planned_prompts(manifest, store):
+        shape = (int(prompts.ends[-1]), hidden_size)
+        states = {layer: torch.empty(shape, dtype=torch.bfloat16).normal_() for layer in layers}
+        digests[prompts.shard] = publish_shard(store, manifest, prompts, states)
+    complete(manifest, store, digests)
+
+
+def plan_random_dataset(
+    store: Store,
+    *,
+    lengths: Sequence[int],
+    layers: Sequence[Layer],
+    num_layers: int,
+    hidden_size: int,
+    shard_bytes: int,
+) -> Manifest:
+    """The plan and the manifest of a dataset in bfloat16 of prompts of these lengths."""
     identity = Identity(
         model="random",
         config_digest="-",
@@ -55,14 +82,7 @@ def make_random_dataset(
         }
         for number, num_tokens in enumerate(lengths)
     ]
-    store = Store(out)
-    manifest = save_plan(store, identity, pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA))
-    digests = {}
-    for prompts in planned_prompts(manifest, store):
-        shape = (int(prompts.ends[-1]), hidden_size)
-        states = {layer: torch.empty(shape, dtype=torch.bfloat16).normal_() for layer in layers}
-        digests[prompts.shard] = publish_shard(store, manifest, prompts, states)
-    complete(manifest, store, digests)
+    return save_plan(store, identity, pa.Table.from_pylist(rows, schema=PROMPTS_SCHEMA))
 
 
 def save_plan(store: Store, identity: Identity, prompts: pa.Table) -> Manifest:
