@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from random_dataset import plan_random_dataset, publish_shard
+from random_dataset import plan_random_dataset, publish_shard, receipt_of
 from rich.console import Console
 from rich.progress import track
 
@@ -22,7 +22,6 @@ from hsray.events import Events
 from hsray.flags import parse_object
 from hsray.manifest import load_manifest, pending_shards, planned_prompts, published_shards
 from hsray.pipeline import made_before
-from hsray.report import Receipt
 from hsray.store import Store
 
 NUM_THREADS = 8
@@ -41,24 +40,7 @@ def make(store: Store, num_shards: int) -> None:
     num_bytes = published_shards(store, manifest.identity.file_format)
     with Events(store, identity_digest=manifest.identity.digest, shards_left=num_shards) as events:
         for shard, digest in enumerate(digests):
-            events.receipt(receipt(shard, num_bytes[shard], digest))
-
-
-def receipt(shard: int, num_bytes: int, digest: str) -> Receipt:
-    """What an actor says of a shard that it captured."""
-    return Receipt(
-        shard=shard,
-        prompts=1,
-        tokens=1,
-        engine_start_s=0.0,
-        load_s=0.0,
-        first_request_s=0.0,
-        started_at=0.0,
-        published_at=0.0,
-        captured=True,
-        nbytes=num_bytes,
-        digest=digest,
-    )
+            events.receipt(receipt_of(shard, num_bytes[shard], digest))
 
 
 def main() -> int:

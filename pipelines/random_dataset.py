@@ -14,6 +14,7 @@ from hsray.manifest import Identity, Manifest, complete, planned_prompts
 from hsray.model import DTYPE_BYTES
 from hsray.plan import PlanOptions, write_plan
 from hsray.prompts import PROMPTS_SCHEMA
+from hsray.report import Receipt
 from hsray.shard import ShardPrompts, shard_schema, shard_table, stamped, write_table
 from hsray.store import Store
 
@@ -108,3 +109,20 @@ def publish_shard(store: Store, manifest: Manifest, prompts: ShardPrompts, state
     with store.staged(manifest.shard_name(prompts.shard)) as sink:
         write_table(table, sink, compression=identity.compression, file_format=identity.file_format)
     return table.schema.metadata[b"hsray.digest"].decode()
+
+
+def receipt_of(shard: int, num_bytes: int, digest: str) -> Receipt:
+    """What an actor says of a shard that it captured."""
+    return Receipt(
+        shard=shard,
+        prompts=1,
+        tokens=1,
+        engine_start_s=0.0,
+        load_s=0.0,
+        first_request_s=0.0,
+        started_at=0.0,
+        published_at=0.0,
+        captured=True,
+        nbytes=num_bytes,
+        digest=digest,
+    )

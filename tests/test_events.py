@@ -10,23 +10,8 @@ from hsray.manifest import check_shards, load_manifest, published_shards
 from hsray.report import Receipt
 from hsray.shard import ShardError
 from hsray.store import Store
+from pipelines.random_dataset import receipt_of
 from tests.datasets import make_dataset
-
-
-def receipt(shard: int, *, nbytes: int = 10, digest: str = "d") -> Receipt:
-    return Receipt(
-        shard=shard,
-        prompts=1,
-        tokens=1,
-        engine_start_s=0.0,
-        load_s=0.0,
-        first_request_s=0.0,
-        started_at=0.0,
-        published_at=0.0,
-        captured=True,
-        nbytes=nbytes,
-        digest=digest,
-    )
 
 
 def write_runs(store: Store, *runs: tuple[str, list[Receipt]]) -> None:
@@ -41,9 +26,9 @@ def test_receipts_are_those_of_the_same_dataset_and_the_last_counts(tmp_path):
     assert receipts(store, identity_digest="a") == {}
     write_runs(
         store,
-        ("a", [receipt(0), receipt(1)]),
-        ("b", [receipt(2)]),
-        ("a", [receipt(1, nbytes=11, digest="e"), receipt(3)]),
+        ("a", [receipt_of(0, 10, "d"), receipt_of(1, 10, "d")]),
+        ("b", [receipt_of(2, 10, "d")]),
+        ("a", [receipt_of(1, 11, "e"), receipt_of(3, 10, "d")]),
     )
     assert receipts(store, identity_digest="a") == {0: (10, "d"), 1: (11, "e"), 3: (10, "d")}
     assert receipts(store, identity_digest="b") == {2: (10, "d")}
@@ -52,12 +37,12 @@ def test_receipts_are_those_of_the_same_dataset_and_the_last_counts(tmp_path):
 @pytest.mark.parametrize("kept", [1, 30, 200])
 def test_a_line_that_a_kill_cut_off_vouches_for_nothing_nor_does_what_follows_it_until_the_next_run(tmp_path, kept):
     store, log = Store(tmp_path), tmp_path / NAME
-    write_runs(store, ("a", [receipt(0)]))
+    write_runs(store, ("a", [receipt_of(0, 10, "d")]))
     whole = log.read_bytes()
-    write_runs(store, ("a", [receipt(1)]))
+    write_runs(store, ("a", [receipt_of(1, 10, "d")]))
     log.write_bytes(whole + log.read_bytes()[len(whole) :][:kept])
     assert receipts(store, identity_digest="a") == {0: (10, "d")}
-    write_runs(store, ("a", [receipt(2)]))
+    write_runs(store, ("a", [receipt_of(2, 10, "d")]))
     assert receipts(store, identity_digest="a") == {0: (10, "d"), 2: (10, "d")}
     assert [json.loads(line)["event"] for line in log.read_text().splitlines()[-3:]] == ["build", "receipt", "end"]
 
