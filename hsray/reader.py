@@ -86,6 +86,12 @@ class HiddenStates:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    def __repr__(self) -> str:
+        tokens = sum(self._manifest.plan.shard_tokens[shard] for shard in self.shards)
+        dtype = self._dtype or self._manifest.identity.stored_dtype
+        so_far = "" if self.complete else " so far"
+        return f"<{self._store.url}: {len(self):,} prompts, {tokens:,} tokens{so_far}; layers {list(self.layers)}, {dtype}>"
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One prompt: ``prompt_id``, ``input_ids`` int64 [T], ``loss_mask`` bool [T], ``hidden_states`` layer -> [T, D].
 

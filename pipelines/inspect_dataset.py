@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(summary, Console())
         if file is not None:
             file.write_text(page(summary))
+            print(f"also written: {file}", file=sys.stderr)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -60,6 +60,12 @@ def test_prompts_are_read_in_any_order_again_and_from_the_end(out, prompts):
         assert_same(dataset[index], prompts[index])
 
 
+def test_a_dataset_says_in_a_line_what_it_is(out):
+    tokens = f"{sum(LENGTHS):,}"
+    assert repr(hsray.read(out)) == f"<{out}: 10 prompts, {tokens} tokens; layers {list(LAYERS)}, bfloat16>"
+    assert repr(hsray.read(out, layers=["final"], dtype="float32")).endswith("; layers ['final'], float32>")
+
+
 @pytest.mark.parametrize("index", [10, -11, 1000])
 def test_a_prompt_that_is_not_there_is_an_index_error(out, index):
     with pytest.raises(IndexError, match=f"prompt {index} of 10"):
