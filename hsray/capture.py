@@ -233,6 +233,8 @@ class _Batch:
     requests: list[_Request]
     num_rows: int
     taken: list[Layer] = field(default_factory=list)
+    failed: bool = False
+    """Nothing more of it is copied."""
 
 
 class SchedulerCapture:
@@ -246,7 +248,7 @@ class SchedulerCapture:
             int, tuple[int, dict[Layer, LayerMemory]]
         ] = {}  # of each buffer, for a shard of so many tokens
         self._batch: _Batch | None = None
-        self._rows_done: dict[int, int] = {}
+        self._rows_done: dict[int, int] = {}  # or begun, of prompts whose prefill is chunked
         self._staging: HostStaging | DeviceStaging = HostStaging()
         self._canary: Canary | None = None
 
@@ -280,6 +282,7 @@ class SchedulerCapture:
 
     def begin(self, forward_batch: Any) -> None:
         """Notes whose rows the forward pass that now starts computes."""
+        self._batch = None
         try:
             self._batch = self._read_batch(forward_batch)
         except Exception:
@@ -290,11 +293,12 @@ class SchedulerCapture:
         if self._batch is None or layer not in self._plan.layers:
             return
         try:
-            addends = read()
-            if self._writes:
+            addends = read()  # also after a failure of this rank: the others wait for its part of the sum
+            if self._writes and not self._batch.failed:
                 self._copy(layer, addends, self._batch)
             self._batch.taken.append(layer)
         except Exception:
+            self._batch.failed = True
             self._fail(f"layer {layer!r} could not be copied")
 
     def end(self) -> None:
@@ -308,7 +312,7 @@ class SchedulerCapture:
             if canary is not None:
                 canary.release()
                 disagreements = canary.compare_ranks(self._plan.dtype)  # all ranks take part
-            if not self._writes:
+            if not self._writes or batch.failed:
                 return
             if tuple(batch.taken) != self._plan.layers:
                 raise RuntimeError(
@@ -318,7 +322,7 @@ class SchedulerCapture:
             if canary is not None:
                 self._judge(canary, batch.requests[0], disagreements)
             for request in batch.requests:
-                self._finish(request)
+                self._control.enter(request.ticket.sequence, request.first_row + request.num_rows)
             self._control.count_pass()
         except Exception:
             self._fail("the pass could not be completed")
@@ -340,6 +344,9 @@ class SchedulerCapture:
                     f"rows {first_row}..{first_row + num_rows} of a prompt of {ticket.num_tokens} tokens, after {done} rows: "
                     "its first rows were taken from a cache, not computed"
                 )
+            self._rows_done[ticket.sequence] = first_row + num_rows
+            if first_row + num_rows == ticket.num_tokens:
+                del self._rows_done[ticket.sequence]
             memory = self._memory_by_layer(ticket) if self._writes else {}
             requests.append(
                 _Request(ticket=ticket, batch_row=batch_row, num_rows=num_rows, first_row=first_row, memory=memory)
@@ -400,16 +407,8 @@ class SchedulerCapture:
             self._by_layer[ticket.buffer] = ticket.shard_tokens, by_layer
         return by_layer
 
-    def _finish(self, request: _Request) -> None:
-        sequence, num_rows = request.ticket.sequence, request.first_row + request.num_rows
-        self._rows_done[sequence] = num_rows
-        if num_rows == request.ticket.num_tokens:
-            del self._rows_done[sequence]
-        self._control.enter(sequence, num_rows)
-
     def _fail(self, what: str) -> None:
         # The scheduler must live on to answer the request, so that the engine can raise what is recorded here.
-        self._batch = None
         self.report(f"{what}: {traceback.format_exc(limit=-4)}")
 
     def report(self, error: str) -> None:

@@ -96,7 +96,7 @@ class Store:
 
     def publish(self, name: str, data: bytes) -> None:
         """Makes `data` the object's whole content, at once."""
-        with self.staged(name) as sink:
+        with self.staged(name, num_bytes=len(data)) as sink:
             sink.write(data)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -131,13 +131,18 @@ class Store:
             self.publish(name, (self.read(name) if self.exists(name) else b"") + data)
 
     @contextmanager
-    def staged(self, name: str) -> Iterator[IO[bytes]]:
-        """A file to write an object into; published when the block ends, forgotten when it raises."""
-        with self._staged_local(name) if self.is_local else self._staged_remote(name) as sink:
+    def staged(self, name: str, *, num_bytes: int | None = None) -> Iterator[IO[bytes]]:
+        """A file to write an object into; published when the block ends, forgotten when it raises.
+
+        Args:
+            name: The object's.
+            num_bytes: About how many it will have, for the error of a full disk.
+        """
+        with self._staged_local(name, num_bytes) if self.is_local else self._staged_remote(name) as sink:
             yield sink
 
     @contextmanager
-    def _staged_local(self, name: str) -> Iterator[IO[bytes]]:
+    def _staged_local(self, name: str, num_bytes: int | None) -> Iterator[IO[bytes]]:
         final = self.path(name)
         folder = os.path.dirname(final)
         os.makedirs(folder, exist_ok=True)
@@ -154,11 +159,11 @@ class Store:
                 written = os.path.getsize(temporary)
                 os.unlink(temporary)
             if error.errno == errno.ENOSPC:
-                free = shutil.disk_usage(folder).free
+                free, needed = shutil.disk_usage(folder).free, "more" if num_bytes is None else f"about {num_bytes:,}"
                 raise OSError(
                     errno.ENOSPC,
-                    f"no space for {final}: {written:,} bytes of it were written and more are needed, {free:,} are free now; "
-                    "make room, and build again to go on",
+                    f"no space for {final}: {needed} bytes are needed, {written:,} of them were written, {free:,} are free "
+                    "now; make room, and build again to go on",
                 ) from error
             raise OSError(error.errno, f"{error.strerror}, while publishing {final}") from error
         except BaseException:

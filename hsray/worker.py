@@ -212,7 +212,7 @@ class CaptureWorker:
         schema = stamped(self._schema, shard=prompts.shard, identity_digest=self._job.identity_digest)
         table = shard_table(prompts, states, schema)
         checked = time.monotonic()
-        with self._store.staged(shard_name(prompts.shard, self._job.file_format)) as sink:
+        with self._store.staged(shard_name(prompts.shard, self._job.file_format), num_bytes=table.nbytes) as sink:
             write_table(table, sink, compression=self._job.compression, file_format=self._job.file_format)
             nbytes, written = sink.tell(), time.monotonic()
         published = time.monotonic()

@@ -36,6 +36,9 @@ def pytest_configure() -> None:
     os.environ.pop("RAY_ADDRESS", None)
     # As in a Ray that a build starts; otherwise the other test process would have the cores first.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Threads that wait for each other by spinning keep the other process from the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 
 def pytest_unconfigure() -> None:

@@ -3,11 +3,20 @@
 import os
 import signal
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import ray.data
 
 from hsray.raydata import blocks_of, ray_data
+
+
+@pytest.fixture(autouse=True)
+def heeded_interrupts() -> Iterator[None]:
+    """What a shell starts in the background is told to ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def send_lost(number: int) -> None:

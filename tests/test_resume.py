@@ -83,7 +83,9 @@ def test_a_build_killed_again_and_again_equals_an_undisturbed_one_and_makes_no_s
         assert inodes.items() >= published.items(), "a published shard was written again"
         published = inodes
         kills.append(len(published))
-    driver = subprocess.Popen(command(out), env=environment, stderr=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        command(out), env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts
+    )
     wait_for(driver, out, len(published) + 1, 10 * duration_s)
     driver.send_signal(signal.SIGINT)
     assert driver.communicate()[1].splitlines()[-1] == "interrupted: saying the same again resumes the build"
@@ -93,6 +95,11 @@ def test_a_build_killed_again_and_again_equals_an_undisturbed_one_and_makes_no_s
     assert files_of(out) == whole
     assert any(0 < kill < num_shards for kill in kills), "no kill fell inside the capture"
     print(f"shards published at each kill, of {num_shards}: {kills}")
+
+
+def heed_interrupts() -> None:
+    """What a shell starts in the background is told to ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(driver: subprocess.Popen, out: Path, shards: int, timeout_s: float) -> None:

@@ -233,8 +233,8 @@ def test_a_full_disk_is_an_error_that_names_the_object_and_the_bytes(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert re.search(
-        rf"no space for {re.escape(str(tmp_path))}/x: 1,048,576 bytes of it were written and more are needed, [\d,]+ are "
-        "free now; make room, and build again to go on",
+        rf"no space for {re.escape(str(tmp_path))}/x: about 3,145,728 bytes are needed, 1,048,576 of them were written, "
+        r"[\d,]+ are free now; make room, and build again to go on",
         ended.stderr,
     ), ended.stderr
     assert list(tmp_path.iterdir()) == []
