@@ -1,6 +1,7 @@
 """What several test files need: models, a tokenizer, one Ray."""
 
 import logging
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -65,6 +66,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="a JSONL file of conversations, or of questions and answers, on which masks are compared with Transformers'",
     )
+
+
+@pytest.fixture(autouse=True)
+def own_start_method() -> None:
+    """SGLang has the whole process spawn its children, each of which then imports torch anew."""
+    multiprocessing.set_start_method(None, force=True)
 
 
 @pytest.fixture(scope="session")
