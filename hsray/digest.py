@@ -8,6 +8,7 @@ One core digests 11 GB/s this way (SHA-256 1.4, BLAKE3 2.4, BLAKE2b 0.6), and it
 a digest of the file as it is written would send each page through Python, a quarter of a writer's time against a tenth.
 """
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,9 @@ import pyarrow.compute as pc
 
 if TYPE_CHECKING:
     import xxhash
+
+#: What a digest looks like.
+DIGEST = re.compile(r"xxh3-128:[0-9a-f]{32}")
 
 
 def content_digest(columns: Iterable[tuple[str, pa.ChunkedArray]]) -> str:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import Any
 
+from hsray.digest import DIGEST
 from hsray.report import ENGINE_PARTS, WRITER_PARTS, Receipt
 from hsray.store import Store
 
@@ -123,7 +124,14 @@ def receipts(store: Store, *, identity_digest: str) -> dict[int, tuple[int, str]
             if event == "build":
                 is_meant = line["identity"] == identity_digest
             elif event == "receipt" and is_meant:
-                found[line["shard"]] = line["nbytes"], line["digest"]
-        except (ValueError, KeyError, TypeError):  # cut off by a kill; whose the next lines are is not known either
+                shard, num_bytes, digest = line["shard"], line["nbytes"], line["digest"]
+                if type(shard) is int and type(num_bytes) is int and DIGEST.fullmatch(digest):
+                    found[shard] = num_bytes, digest
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # cut off by a kill; whose the next lines are is not known either
             is_meant = False
     return found

@@ -216,6 +216,8 @@ def made_before(manifest: Manifest, store: Store) -> dict[int, str]:
     """The shards that are there, which are this dataset's: number -> digest. Raises as `check_shards` does."""
     published = published_shards(store, manifest.identity.file_format)
     known = receipts(store, identity_digest=manifest.identity.digest) if published else {}
+    if manifest.state == "complete":
+        known |= dict(enumerate(zip(manifest.shard_file_bytes, manifest.shard_digests, strict=True)))
     return check_shards(manifest, published, store, receipts=known)
 
 

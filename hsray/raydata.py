@@ -72,10 +72,10 @@ def _interruptible() -> Iterator[None]:
     A handler's exception is lost where Python happens to be in a callback that may not raise, as Ray's driver often is; so
     the signal is remembered as well. The handlers are put in place after Ray has started, which sets one that exits.
     """
-    _interrupted.clear()
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _interrupted.clear()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     signal.signal(signal.SIGTERM, _interrupt)
     if before[signal.SIGINT] is signal.default_int_handler:  # an application's own is left alone
@@ -85,7 +85,8 @@ def _interruptible() -> Iterator[None]:
         _check_interrupted()
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # one that was not set from Python cannot be set again from there
+                signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
@@ -94,7 +95,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 def _check_interrupted() -> None:
-    if _interrupted.is_set():
+    if _interrupted.is_set() and threading.current_thread() is threading.main_thread():
         raise KeyboardInterrupt
 
 
@@ -143,14 +144,22 @@ def _start_ray() -> None:
 
 
 def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
-    """A Ray dataset's blocks, in order; an error raised in a worker is raised here as itself."""
+    """A Ray dataset's blocks, in order, each as soon as it is there; an error raised in a worker is raised here as itself.
+
+    `iter_batches` would keep each block until the next has come, which may be a shard's time later, and would wait for that
+    one before it lets an interrupt end it.
+    """
+    import ray
+    from ray.data.block import BlockAccessor
     from ray.exceptions import RayActorError, RayTaskError
 
     try:
-        for block in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-            _check_interrupted()
-            if block.num_columns:
-                yield block
+        for bundle in dataset.iter_internal_ref_bundles():
+            for entry in bundle.blocks:
+                block = BlockAccessor.for_block(ray.get(entry.ref)).to_arrow()
+                _check_interrupted()
+                if block.num_columns:
+                    yield block
     except RayTaskError as error:
         raise _own_error(error) from error
     except RayActorError as error:

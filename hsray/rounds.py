@@ -254,10 +254,10 @@ class Rounds:
                     ),
                 )
             )
-        # A block is a task; of one byte it has one row: one shard, whose receipt comes at once.
-        said.context.target_max_block_size = (
-            max(1, self._plan_bytes(shards) // MAX_TASKS) if num_tasks > MAX_TASKS else 1
-        )
+        # A block is a task; of one byte it has one row: one shard, whose receipt comes at once. A death counts against a whole
+        # task, so what is under suspicion has one of its own.
+        shared = num_tasks > MAX_TASKS and places is None and not apart
+        said.context.target_max_block_size = max(1, self._plan_bytes(shards) // MAX_TASKS) if shared else 1
         said.context.execution_options.preserve_order = False
         with _killed_on_error(names):
             for block in blocks_of(said):
