@@ -244,9 +244,8 @@ class SchedulerCapture:
         self._plan, self._writes = plan, writes
         self._control = ControlPage(plan.control_path)
         self._memories: list[tuple[torch.Tensor, torch.Tensor]] = []  # as the host and as the device address it
-        self._by_layer: dict[
-            int, tuple[int, dict[Layer, LayerMemory]]
-        ] = {}  # of each buffer, for a shard of so many tokens
+        # Of each buffer, for a shard of so many tokens.
+        self._by_layer: dict[int, tuple[int, dict[Layer, LayerMemory]]] = {}
         self._batch: _Batch | None = None
         self._rows_done: dict[int, int] = {}  # or begun, of prompts whose prefill is chunked
         self._staging: HostStaging | DeviceStaging = HostStaging()

@@ -40,7 +40,7 @@ class Events(AbstractContextManager):
         from ray.util.metrics import Counter, Gauge
 
         self._store = store
-        before = store.read(NAME) if store.exists(NAME) else b""
+        before = store.read_or_empty(NAME)
         self._num_bytes, self._flushed = len(before), time.monotonic()
         self._lines = [] if before.endswith(b"\n") or not before else ["\n"]  # a kill left part of a line
         label = {"dataset": store.url.rstrip("/").rsplit("/", 1)[-1]}
@@ -117,7 +117,7 @@ def receipts(store: Store, *, identity_digest: str) -> dict[int, tuple[int, str]
     """What earlier runs published of the very dataset that is meant: shard -> (bytes of its file, digest of what it holds)."""
     found: dict[int, tuple[int, str]] = {}
     is_meant = False
-    for text in store.read(NAME).splitlines() if store.exists(NAME) else []:
+    for text in store.read_or_empty(NAME).splitlines():
         try:
             line = json.loads(text)
             event = line["event"]
@@ -127,11 +127,6 @@ def receipts(store: Store, *, identity_digest: str) -> dict[int, tuple[int, str]
                 shard, num_bytes, digest = line["shard"], line["nbytes"], line["digest"]
                 if type(shard) is int and type(num_bytes) is int and DIGEST.fullmatch(digest):
                     found[shard] = num_bytes, digest
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ):  # cut off by a kill; whose the next lines are is not known either
-            is_meant = False
+        except (ValueError, KeyError, TypeError, RecursionError):
+            is_meant = False  # it was cut off by a kill; whose the next lines are is not known either
     return found

@@ -327,9 +327,10 @@ def check_shards(
             f"{store.url!r} holds {len(extra)} shards that were not planned ({', '.join(extra[:3])}); the plan has "
             f"{plan.num_shards}: move them away"
         )
-    vouched = [shard for shard in shards if shard in receipts and receipts[shard][0] == published[shard]]
-    digests = {shard: receipts[shard][1] for shard in vouched}
-    sample = set(vouched[:: max(1, -(-len(vouched) // VOUCHED_READ))])
+    digests = {
+        shard: receipts[shard][1] for shard in shards if shard in receipts and receipts[shard][0] == published[shard]
+    }
+    sample = set(list(digests)[:: max(1, -(-len(digests) // VOUCHED_READ))])
 
     def read(some: Iterable[int]) -> dict[int, str]:
         some = list(some)
@@ -339,7 +340,7 @@ def check_shards(
 
     found = read(shard for shard in shards if shard in sample or shard not in digests)
     if any(found[shard] != digests[shard] for shard in sample):  # then no receipt is to be trusted
-        found |= read(shard for shard in vouched if shard not in sample)
+        found |= read(shard for shard in digests if shard not in sample)
     return digests | found
 
 

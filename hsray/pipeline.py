@@ -215,9 +215,10 @@ def _build(
 def made_before(manifest: Manifest, store: Store) -> dict[int, str]:
     """The shards that are there, which are this dataset's: number -> digest. Raises as `check_shards` does."""
     published = published_shards(store, manifest.identity.file_format)
-    known = receipts(store, identity_digest=manifest.identity.digest) if published else {}
-    if manifest.state == "complete":
-        known |= dict(enumerate(zip(manifest.shard_file_bytes, manifest.shard_digests, strict=True)))
+    if manifest.state == "complete":  # its inventory has them all
+        known = dict(enumerate(zip(manifest.shard_file_bytes, manifest.shard_digests, strict=True)))
+    else:
+        known = receipts(store, identity_digest=manifest.identity.digest)
     return check_shards(manifest, published, store, receipts=known)
 
 

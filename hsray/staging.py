@@ -13,7 +13,7 @@ Shapes: B tokens of a batch, S tokens of a shard, D hidden size.
 """
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ class HostStaging:
         """A shard's memory as the model's device addresses it, which is as the host does."""
         return memory
 
-    def send(self, addends: "Sequence[torch.Tensor]", places: Iterable[Place]) -> None:
+    def send(self, addends: "Sequence[torch.Tensor]", places: Sequence[Place]) -> None:
         """Writes the sum of one or two tensors, [B, D] each, to the places of its rows."""
         for place in places:
             _write(addends, place)
@@ -84,13 +84,12 @@ class DeviceStaging:
             raise RuntimeError(f"cudaHostRegister of {memory.numel()} bytes failed: {status}")
         return torch.as_tensor(_HostPages(memory))
 
-    def send(self, addends: "Sequence[torch.Tensor]", places: Iterable[Place]) -> None:
+    def send(self, addends: "Sequence[torch.Tensor]", places: Sequence[Place]) -> None:
         """Starts to write the sum of one or two tensors, [B, D] each, to the places of its rows.
 
         The tensors may be overwritten as soon as this returns, by work of the current stream.
         """
         row_bytes = addends[0].shape[1] * addends[0].element_size()
-        places = list(places)
         num_rows = max(place.batch_row + place.num_rows for place in places)
         if num_rows * row_bytes <= DIRECT_BYTES:
             for place in places:
@@ -100,7 +99,7 @@ class DeviceStaging:
         for start in range(0, num_rows, slot_rows):
             self._send_slot([addend[start : min(start + slot_rows, num_rows)] for addend in addends], start, places)
 
-    def _send_slot(self, addends: "list[torch.Tensor]", start: int, places: list[Place]) -> None:
+    def _send_slot(self, addends: "list[torch.Tensor]", start: int, places: Sequence[Place]) -> None:
         import torch
 
         index = self._sent % NUM_SLOTS

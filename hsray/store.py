@@ -78,6 +78,13 @@ class Store:
         """An object's bytes."""
         return self._fs.cat_file(self.path(name))
 
+    def read_or_empty(self, name: str) -> bytes:
+        """An object's bytes; none if there is no such object."""
+        try:
+            return self.read(name)
+        except FileNotFoundError:
+            return b""
+
     def open(self, name: str) -> pa.NativeFile:
         """An object opened for reading at random, by any number of threads."""
         if self.is_local:
@@ -128,7 +135,7 @@ class Store:
             with open(self.path(name), "ab") as file:
                 file.write(data)
         else:
-            self.publish(name, (self.read(name) if self.exists(name) else b"") + data)
+            self.publish(name, self.read_or_empty(name) + data)
 
     @contextmanager
     def staged(self, name: str, *, num_bytes: int | None = None) -> Iterator[IO[bytes]]:

@@ -65,7 +65,7 @@ WRONG += [
 ]
 
 
-@pytest.mark.parametrize("line", WRONG)
+@pytest.mark.parametrize("line", WRONG, ids=[line[:80] for line in WRONG])
 def test_a_line_that_is_no_receipt_vouches_for_nothing(tmp_path, line):
     store, log = Store(tmp_path), tmp_path / NAME
     write_runs(store, ("a", [receipt_of(0, 10, D)]))
