@@ -22,6 +22,15 @@ NAMESPACE = b"hsray"
 #: Ray Data writes its own advice into a worker's exception, from here on.
 RAY_ADVICE = "\nFailed to apply UDF transform after"
 
+#: How a Ray of our own is started: on a machine of few cores whatever else runs there is taken from the engine, whose threads
+#: wait for each other. (SmolLM2 on two cores: 18 % of a core goes to Ray's own processes without the last two.)
+OWN_RAY = {
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # the core prints a known false alarm for every actor pool (ray-project/ray#57733)
+    "RAY_worker_niceness": "0",  # there is nobody to give way to
+    "RAY_num_workers_soft_limit": "0",  # what has planned need not stay
+    "RAY_task_events_report_interval_ms": "0",  # they are for the dashboard, which is off
+}
+
 #: Set once a signal has asked the driver to end.
 _interrupted = threading.Event()
 
@@ -136,10 +145,8 @@ def _start_ray() -> None:
     import ray
 
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    # Ray's C++ core prints a known false alarm for every actor pool (ray-project/ray#57733).
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    # A Ray of our own has nobody to give way to, and its dashboard would take a share of the engine's cores.
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, value in OWN_RAY.items():
+        os.environ.setdefault(name, value)
     ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
 
 

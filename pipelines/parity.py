@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hsray import engine_sglang
 from hsray.engine import CaptureError, EngineName, EngineOptions, open_engine
@@ -322,9 +323,9 @@ def main() -> int:
             errors += compare(family, arguments)
         except CaptureError as error:
             refused[family] = str(error)
+            console.print(Text.assemble((f"{family} was refused: ", "bold red"), str(error)))
+            continue
         show([row for row in errors if row.family == family], console)
-    for family, words in refused.items():
-        console.print(f"[bold red]{family} was refused[/]: {words}", markup=True, highlight=False)
     if arguments.json:
         content = {"errors": [asdict(row) for row in errors], "refused": refused}
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")
