@@ -22,19 +22,6 @@ NAMESPACE = b"hsray"
 #: Ray Data writes its own advice into a worker's exception, from here on.
 RAY_ADVICE = "\nFailed to apply UDF transform after"
 
-#: How a Ray of our own is started. On a machine of few cores what else runs there is taken from the engine, whose threads wait
-#: for each other, and nobody watches this Ray: what its own processes do in the background they do less often.
-OWN_RAY = {
-    "RAY_BACKEND_LOG_LEVEL": "fatal",  # the core prints a known false alarm for every actor pool (ray-project/ray#57733)
-    "RAY_worker_niceness": "0",  # there is nobody to give way to
-    "RAY_num_workers_soft_limit": "0",  # what has planned need not stay
-    "RAY_task_events_report_interval_ms": "0",  # they are for the dashboard, which is off
-    "RAY_metrics_report_interval_ms": "60000",
-    "RAY_raylet_report_resources_period_milliseconds": "1000",
-    "REPORTER_UPDATE_INTERVAL_MS": "60000",
-    "LOG_NAME_UPDATE_INTERVAL_S": "60",
-}
-
 #: Set once a signal has asked the driver to end.
 _interrupted = threading.Event()
 
@@ -149,8 +136,10 @@ def _start_ray() -> None:
     import ray
 
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    for name, value in OWN_RAY.items():
-        os.environ.setdefault(name, value)
+    # Ray's C++ core prints a known false alarm for every actor pool (ray-project/ray#57733).
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    # A Ray of our own has nobody to give way to, and its dashboard would take a share of the engine's cores.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
 
 
