@@ -1,4 +1,4 @@
-"""`ray job submit` against a real cluster of this machine: exit codes, logs, a clean stop, and a token that is asked for."""
+"""`ray job submit` against a real cluster of this machine: exit codes, logs, engines, a clean stop, a token that is asked for."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,12 +34,24 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory) -> Iterator[dict[str, str]]:
-    """The environment of a client of a cluster that asks for a token and knows nothing of hsray."""
+    """The environment of a client of a cluster that asks for a token and knows nothing of hsray.
+
+    Ray hands out GPUs that are not there, and the engines compute without.
+    """
     folder, port, dashboard = tmp_path_factory.mktemp("cluster"), free_port(), free_port()
     sessions = tempfile.mkdtemp(prefix="ray-")  # a socket's path may not be longer
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
     environment = {**clean, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    command = [RAY, "start", "--head", "--block", "--num-cpus=2", f"--port={port}", f"--dashboard-port={dashboard}"]
+    command = [
+        RAY,
+        "start",
+        "--head",
+        "--block",
+        "--num-cpus=4",
+        "--num-gpus=2",
+        f"--port={port}",
+        f"--dashboard-port={dashboard}",
+    ]
     command += ["--node-ip-address=127.0.0.1", "--disable-usage-stats", f"--temp-dir={sessions}"]
     with (folder / "log").open("w") as log:
         head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
@@ -77,7 +90,7 @@ def submit(client: dict[str, str], checkout: Path, job: str, **flags: object) ->
 def test_a_job_that_is_stopped_leaves_a_folder_that_the_next_resumes_and_says_so(
     cluster, checkout, tiny_llama, tmp_path
 ):
-    dataset = write_jsonl(tmp_path / "prompts.jsonl", unique_prompts(300, longest=600))
+    dataset = write_jsonl(tmp_path / "prompts.jsonl", unique_prompts(200, longest=600))
     out = tmp_path / "out"
     flags = {"model": tiny_llama, "dataset": dataset, "out": out, "shard_bytes": "256KiB"}
     job = submit(cluster, checkout, "stopped", **flags)
@@ -95,10 +108,19 @@ def test_a_job_that_is_stopped_leaves_a_folder_that_the_next_resumes_and_says_so
     again = submit(cluster, checkout, "again", **flags)
     words, _ = again.communicate(timeout=LIMIT_S)
     assert again.returncode == 0, words
-    assert f"{out}: 300 prompts" in words and "Traceback" not in words
+    assert f"{out}: 200 prompts" in words and "Traceback" not in words
+    actors = subprocess.run(
+        [RAY, "list", "actors", "--address", cluster["RAY_API_SERVER_ADDRESS"], "--format=json"],
+        env=cluster,
+        check=True,
+        capture_output=True,
+        timeout=LIMIT_S,
+    )
+    engines = Counter(actor["job_id"] for actor in json.loads(actors.stdout) if "CaptureWorker" in actor["class_name"])
+    assert sorted(engines.values()) == [2, 2], "each build has an engine on each GPU"
     made = {path: path.stat().st_ino for path in out.glob("shards/*")}
     assert len(made) > len(published) and made.items() >= published.items()
-    assert len(hsray.read(out)) == 300
+    assert len(hsray.read(out)) == 200
 
 
 def test_a_job_that_fails_ends_with_one_and_one_clear_line(cluster, checkout, tiny_llama, tmp_path):
