@@ -7,13 +7,16 @@ INTEROP := .venv-interop
 SITE := -c "import site; print(site.getsitepackages()[0])"
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test interop lint clean
+.PHONY: demo test jobs interop lint clean
 
 demo: $(INSTALLED)
 	$(RUN) pipelines/demo.py
 
 test: $(INSTALLED)
 	$(RUN) -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
+
+jobs: $(INSTALLED)
+	$(RUN) -m pytest tests/test_jobs.py -m jobs
 
 # Trainers' packages pin older versions of what is installed; they get an environment that sees the project's own.
 interop: $(INSTALLED)

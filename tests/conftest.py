@@ -28,7 +28,7 @@ hypothesis.settings.load_profile("hsray")
 
 
 #: The test files that take longest; the processes that share the tests begin with them, so as to end together.
-LONGEST_FILES = ["test_resume.py", "test_engines.py", "test_faults.py", "test_jobs.py", "test_build.py"]
+LONGEST_FILES = ["test_resume.py", "test_engines.py", "test_faults.py", "test_build.py"]
 
 
 def pytest_configure() -> None:

@@ -21,6 +21,8 @@ from hsray.manifest import LEASE_NAME
 from tests.builds import unique_prompts, write_jsonl
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.jobs
+
 RAY = Path(sys.executable).with_name("ray")
 
 #: A cluster's start, and a job's, where many share the machine.
@@ -53,6 +55,8 @@ def cluster(tmp_path_factory) -> Iterator[dict[str, str]]:
         f"--dashboard-port={dashboard}",
     ]
     command += ["--node-ip-address=127.0.0.1", "--disable-usage-stats", f"--temp-dir={sessions}"]
+    # Without its own, the agent that starts jobs wants a port that another Ray's has.
+    command += [f"--dashboard-agent-listen-port={free_port()}"]
     with (folder / "log").open("w") as log:
         head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
         client = {**environment, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
