@@ -40,23 +40,21 @@ def cluster(tmp_path_factory) -> Iterator[dict[str, str]]:
 
     Ray hands out GPUs that are not there, and the engines compute without.
     """
-    folder, port, dashboard = tmp_path_factory.mktemp("cluster"), free_port(), free_port()
+    folder, dashboard = tmp_path_factory.mktemp("cluster"), free_port()
     sessions = tempfile.mkdtemp(prefix="ray-")  # a socket's path may not be longer
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
-    environment = {**clean, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    command = [
-        RAY,
-        "start",
-        "--head",
-        "--block",
-        "--num-cpus=4",
-        "--num-gpus=2",
-        f"--port={port}",
-        f"--dashboard-port={dashboard}",
-    ]
-    command += ["--node-ip-address=127.0.0.1", "--disable-usage-stats", f"--temp-dir={sessions}"]
-    # Without its own, the agent that starts jobs wants a port that another Ray's has.
-    command += [f"--dashboard-agent-listen-port={free_port()}"]
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**inherited, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    flags = {
+        "num-cpus": 4,
+        "num-gpus": 2,
+        "node-ip-address": "127.0.0.1",
+        "port": free_port(),
+        "dashboard-port": dashboard,
+        "dashboard-agent-listen-port": free_port(),  # the agent starts the jobs; another Ray's may have the usual one
+        "temp-dir": sessions,
+    }
+    command = [RAY, "start", "--head", "--block", "--disable-usage-stats"]
+    command += [f"--{name}={value}" for name, value in flags.items()]
     with (folder / "log").open("w") as log:
         head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
         client = {**environment, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
@@ -65,10 +63,8 @@ def cluster(tmp_path_factory) -> Iterator[dict[str, str]]:
         while subprocess.run([RAY, "job", "submit", "--", "true"], env=client, capture_output=True).returncode:
             assert head.poll() is None and time.monotonic() < ends, (folder / "log").read_text()
         yield client
-        for process in [
-            *psutil.Process(head.pid).children(recursive=True),
-            head,
-        ]:  # asked to end, they take half a minute
+        # Asked to end, they take half a minute.
+        for process in [*psutil.Process(head.pid).children(recursive=True), head]:
             process.kill()
         head.wait(LIMIT_S)
     shutil.rmtree(sessions, ignore_errors=True)
