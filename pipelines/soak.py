@@ -3,11 +3,13 @@
     build    many prompts of mixed lengths in one build, each row against the same prompt alone
     chunks   one long prompt whole and in chunks of 8192
     memory   on a GPU that other work has filled: the engine must end in an error, and no row be handed out
+    engines  one build by one engine, by two side by side, and by one whose model two GPUs share
 
 python pipelines/soak.py --family llama --prompts 1000 --long 32768 --engine-args '{"attention_backend": "triton"}'
 """
 
 import argparse
+import filecmp
 import random
 import sys
 import tempfile
@@ -26,6 +28,9 @@ from hsray.model import describe_model
 
 LAYERS = ["embed", 0, 2, 5, "final"]
 
+#: Small enough that two engines have some of them each.
+SMALL_SHARD_BYTES = 16 << 20
+
 
 def options_for(model: str, max_tokens: int, arguments: argparse.Namespace) -> EngineOptions:
     """An engine for one prompt at a time, of up to `max_tokens`."""
@@ -40,18 +45,23 @@ def options_for(model: str, max_tokens: int, arguments: argparse.Namespace) -> E
     )
 
 
-def check_build(model: str, arguments: argparse.Namespace, console: Console) -> bool:
-    """Builds prompts of 1 to --longest tokens, then runs each alone; true if all rows are there once and agree."""
-    import torch
-
+def mixed_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """--prompts random prompts of 1 to --longest tokens."""
     chosen = random.Random(0)
-    rows = [
+    return [
         {
             "id": f"p{number}",
             "input_ids": [chosen.randrange(3, TEXT_TOKENS) for _ in range(chosen.randint(1, arguments.longest))],
         }
         for number in range(arguments.prompts)
     ]
+
+
+def check_build(model: str, arguments: argparse.Namespace, console: Console) -> bool:
+    """Builds prompts of 1 to --longest tokens, then runs each alone; true if all rows are there once and agree."""
+    import torch
+
+    rows = mixed_rows(arguments)
     with tempfile.TemporaryDirectory(prefix="hsray-soak-", dir=arguments.folder) as out:
         report = hsray.build(
             rows, model=model, layers=LAYERS, out=out, dtype=arguments.dtype, engine_args=arguments.engine_args
@@ -110,6 +120,47 @@ def check_memory(model: str, arguments: argparse.Namespace, console: Console) ->
     return False
 
 
+def check_engines(model: str, arguments: argparse.Namespace, console: Console) -> bool:
+    """Builds the same prompts three ways; true if two engines write one's bytes, and shared GPUs the same but for rounding."""
+    rows = mixed_rows(arguments)
+    ways: dict[str, dict[str, Any]] = {
+        "one engine": {"engines": 1},
+        "two engines": {"engines": 2},
+        "one engine of two GPUs": {"engines": 1, "tensor_parallel": 2},
+    }
+    with tempfile.TemporaryDirectory(prefix="hsray-soak-", dir=arguments.folder) as folder:
+        for way, options in ways.items():
+            report = hsray.build(
+                rows,
+                model=model,
+                layers=LAYERS,
+                out=Path(folder, way),
+                dtype=arguments.dtype,
+                engine_args=arguments.engine_args,
+                shard_bytes=SMALL_SHARD_BYTES,
+                **options,
+            )
+            console.print(f"{way}: {report}")
+        one, two, _ = (sorted(Path(folder, way, "shards").iterdir()) for way in ways)
+        same = [
+            first.name == second.name and filecmp.cmp(first, second, shallow=False) for first, second in zip(one, two)
+        ]
+        exact = len(one) == len(two) and all(same)
+        alone, shared = (hsray.read(Path(folder, way)) for way in ("one engine", "one engine of two GPUs"))
+        errors = [
+            relative_error(shared[index]["hidden_states"][layer], hidden_TD)
+            for index in range(len(rows))
+            for layer, hidden_TD in alone[index]["hidden_states"].items()
+        ]
+    right = exact and max(errors) <= arguments.allowed
+    console.print(
+        f"{len(rows)} prompts: {sum(same)} of {len(one)} shards of two engines are one engine's, byte for byte; shared GPUs: "
+        f"worst relative error of a prompt's layer {max(errors):.1e}, mean {sum(errors) / len(errors):.1e} "
+        f"({arguments.allowed:.0e} allowed): {'right' if right else 'WRONG'}"
+    )
+    return right
+
+
 def main() -> int:
     """Runs the checks asked for; exit status 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,7 +182,7 @@ def main() -> int:
     return 0 if all(results) else 1
 
 
-CHECKS = {"build": check_build, "chunks": check_chunks, "memory": check_memory}
+CHECKS = {"build": check_build, "chunks": check_chunks, "memory": check_memory, "engines": check_engines}
 
 
 if __name__ == "__main__":
