@@ -141,11 +141,10 @@ def check_engines(model: str, arguments: argparse.Namespace, console: Console) -
                 **options,
             )
             console.print(f"{way}: {report}")
-        one, two, _ = (sorted(Path(folder, way, "shards").iterdir()) for way in ways)
-        same = [
-            first.name == second.name and filecmp.cmp(first, second, shallow=False) for first, second in zip(one, two)
-        ]
-        exact = len(one) == len(two) and all(same)
+        one, two, _ = (Path(folder, way, "shards") for way in ways)
+        names = {file.name for file in one.iterdir()}
+        same, _, _ = filecmp.cmpfiles(one, two, names, shallow=False)
+        exact = len(same) == len(names) == len(list(two.iterdir()))
         alone, shared = (hsray.read(Path(folder, way)) for way in ("one engine", "one engine of two GPUs"))
         errors = [
             relative_error(shared[index]["hidden_states"][layer], hidden_TD)
@@ -154,7 +153,7 @@ def check_engines(model: str, arguments: argparse.Namespace, console: Console) -
         ]
     right = exact and max(errors) <= arguments.allowed
     console.print(
-        f"{len(rows)} prompts: {sum(same)} of {len(one)} shards of two engines are one engine's, byte for byte; shared GPUs: "
+        f"{len(rows)} prompts: {len(same)} of {len(names)} shards of two engines are one engine's, byte for byte; shared GPUs: "
         f"worst relative error of a prompt's layer {max(errors):.1e}, mean {sum(errors) / len(errors):.1e} "
         f"({arguments.allowed:.0e} allowed): {'right' if right else 'WRONG'}"
     )
