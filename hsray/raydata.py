@@ -78,7 +78,8 @@ def _without_preempting() -> Iterator[None]:
     """Runs this thread, and the Ray that it starts, without taking a core from a thread at work whenever one of them wakes.
 
     Ray's idle processes, and Ray Data's loop here, wake a hundred times a second each. Where the engine computes on the same
-    cores, all of its threads wait for the one that was interrupted: SmolLM2 on two cores loses 8 % of its speed by it.
+    cores, all of its threads wait for the one that was interrupted: on two cores SmolLM2, in an actor of an idle Ray, was
+    interrupted 620 times a second and made 414 tokens/s; so, 165 times, and 460.
     """
     if (
         not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER
