@@ -145,12 +145,23 @@ def _renderer(tokenizer: "PreTrainedTokenizerBase") -> Callable[..., str]:
 
     def render(messages: list[Message], *, tools: list[dict[str, Any]] | None, **keywords: Any) -> str:
         template = tokenizer.get_chat_template(tools=tools)
+        _flatten_globals(template)
         [text], _ = render_jinja_template(
             [messages], tools=tools, chat_template=template, **{**special_tokens, **keywords}
         )
         return text
 
     return render
+
+
+@functools.lru_cache(maxsize=8)
+def _flatten_globals(template: str) -> None:
+    """Gives the compiled template, which Transformers keeps, its globals as one dict: Jinja copies them for each render, and a
+    chain of dicts takes longer than the rest of it."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    compiled = _compile_jinja_template(template)
+    compiled.globals = dict(compiled.globals)
 
 
 @functools.lru_cache(maxsize=8)
