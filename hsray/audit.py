@@ -48,7 +48,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         lines = [*self.bad_shards.values(), *self.other_problems]
-        looked = "contents and digests" if self.deep else "contents"
+        looked = "contents and digests" if self.deep else "contents, without --deep not their digests,"
         lines.append(
             f"{self.out}: {len(self.bad_shards):,} of {self.shards:,} shards are not as they must be ({looked} of "
             f"{self.file_bytes / 1e6:,.1f} MB read in {self.elapsed_s:.1f} s)"

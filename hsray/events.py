@@ -43,7 +43,8 @@ class Events(AbstractContextManager):
         before = store.read_or_empty(NAME)
         self._num_bytes, self._flushed = len(before), time.monotonic()
         self._lines = [] if before.endswith(b"\n") or not before else ["\n"]  # a kill left part of a line
-        label = {"dataset": store.url.rstrip("/").rsplit("/", 1)[-1]}
+        # Ray's metrics take nothing but ASCII.
+        label = {"dataset": store.url.rstrip("/").rsplit("/", 1)[-1].encode("ascii", "backslashreplace").decode()}
         self._counters = {
             name: Counter(f"hsray_{name}", description=what, tag_keys=("dataset",)) for name, what in COUNTERS.items()
         }

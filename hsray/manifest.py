@@ -414,10 +414,13 @@ def _parse(content: dict[str, Any]) -> Manifest:
     counts = [count for item in manifest.skipped for count in (item.shard, item.place, item.num_tokens)]
     if not _are_counts(counts) or any(item.shard >= plan.num_shards for item in manifest.skipped):
         raise ValueError("it leaves out prompts of shards that were not planned")
-    if manifest.state == "complete" and not (
-        _are_counts(sizes) and _are_texts(digests) and len(sizes) == len(digests) == plan.num_shards
-    ):
-        raise ValueError("it is complete without an inventory of every shard")
+    if plan is not None and sum(plan.shard_prompts) + len(manifest.skipped) != sum(plan.length_histogram):
+        raise ValueError("its plan's counts of prompts do not agree")
+    if manifest.state == "complete":
+        if not (_are_counts(sizes) and _are_texts(digests) and len(sizes) == len(digests) == plan.num_shards):
+            raise ValueError("it is complete without an inventory of every shard")
+    elif sizes is not None or digests is not None:
+        raise ValueError("it has an inventory of shards before it is complete")
     return manifest
 
 
@@ -427,7 +430,7 @@ def _parse_plan(content: dict[str, Any]) -> Plan:
     for name in ("shard_prompts", "shard_tokens", "length_histogram"):
         values[name] = tuple(values[name])
     plan = Plan(**values)
-    if not _are_counts(content["shard_prompts"]) or not _are_counts(content["shard_tokens"]):
+    if not all(_are_counts(content[name]) for name in ("shard_prompts", "shard_tokens", "length_histogram")):
         raise ValueError("its plan's counts are no counts")
     if [file.name for file in plan.files] != [f"plan/{number:06d}.parquet" for number in range(len(plan.files))]:
         raise ValueError("its plan's files have other names than a plan's")
@@ -437,6 +440,9 @@ def _parse_plan(content: dict[str, Any]) -> Plan:
         plan.num_shards,
     ]:
         raise ValueError("its plan's counts do not agree")
+    for prompts, tokens in zip(plan.shard_prompts, plan.shard_tokens, strict=True):
+        if prompts > tokens or (tokens and not prompts):
+            raise ValueError(f"its plan has a shard of {prompts} prompts and {tokens} tokens")
     return plan
 
 

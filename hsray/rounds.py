@@ -35,6 +35,9 @@ GPU_WRITERS, CPU_WRITERS = 2, 1
 #: until the last has ended.
 MAX_TASKS = 10_000
 
+#: Files of the plan that are read at one time: one that the engines are given shards of, and the next.
+PLAN_READERS = 2
+
 #: What the plan takes in memory for a shard, and for each prompt and each token in it, about.
 PLAN_ROW_BYTES, PLAN_PROMPT_BYTES, PLAN_TOKEN_BYTES = 50, 40, 5
 
@@ -226,13 +229,14 @@ class Rounds:
             warnings.simplefilter("ignore", RayDeprecationWarning)
             said = (
                 ray.data.from_items(files, override_num_blocks=len(files))
-                # It takes next to nothing, and the engines may hold every core.
+                # It takes next to nothing, and the engines may hold every core; unbounded, it would be a process for each file.
                 .map_batches(
                     _read_plan,
                     fn_kwargs={"job": job, "places": places},
                     batch_size=1,
                     batch_format="pyarrow",
                     num_cpus=0,
+                    compute=ray.data.TaskPoolStrategy(size=PLAN_READERS),
                 )
                 .map_batches(
                     worker,

@@ -101,6 +101,8 @@ class ShardFile:
         names = ["num_tokens", *(name for name in columns if name != "num_tokens")]
         with _damage_named(self.url):
             table = self._file.read(group, names)
+            if "prompt_id" in names:
+                table["prompt_id"].validate(full=True)  # its bytes are UTF-8
         self._check_lengths(table)
         return table
 

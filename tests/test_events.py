@@ -36,6 +36,12 @@ def test_receipts_are_those_of_the_same_dataset_and_the_last_counts(tmp_path):
     assert receipts(store, identity_digest="b") == {2: (10, D)}
 
 
+def test_a_folder_whose_name_is_not_ascii_has_events_too(ray_session, tmp_path):
+    store = Store(tmp_path / "données 数据")
+    write_runs(store, ("a", [receipt_of(0, 10, D)]))
+    assert receipts(store, identity_digest="a") == {0: (10, D)}
+
+
 @pytest.mark.parametrize("kept", [1, 30, 200])
 def test_a_line_that_a_kill_cut_off_vouches_for_nothing_nor_does_what_follows_it_until_the_next_run(tmp_path, kept):
     store, log = Store(tmp_path), tmp_path / NAME

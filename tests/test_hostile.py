@@ -70,6 +70,11 @@ def of_width(hidden_size: int) -> Callable[[pa.Field], pa.Field]:
     return lambda field: field.with_metadata({**field.metadata, b"hsray.hidden_size": str(hidden_size).encode()})
 
 
+def with_bad_utf8(table: pa.Table) -> pa.Table:
+    ids = pa.array([b"\xf0("] * len(table), pa.binary()).view(pa.string())
+    return table.set_column(table.schema.get_field_index("prompt_id"), table.schema.field("prompt_id"), ids)
+
+
 HOSTILE = {
     "a width of half": (with_field("layer_3", of_width(HIDDEN_SIZE // 2)), "column 'layer_3'.*wanted"),
     "a width below nothing": (with_field("layer_3", of_width(-1)), "column 'layer_3'.*wanted"),
@@ -101,6 +106,7 @@ HOSTILE = {
         with_values("loss_mask", lambda values: [values[0] * 2, *values[1:]]),
         "column 'loss_mask': 10 values; 5 are",
     ),
+    "an id of half a character": (with_bad_utf8, "is damaged: .*UTF8"),
     "prompts less": (lambda table: table.slice(1), "holds 9 prompts; the plan says 10"),
 }
 

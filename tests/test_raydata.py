@@ -27,6 +27,22 @@ def send_lost(number: int) -> None:
     assert end() is None
 
 
+def test_the_callers_thread_does_not_preempt_others_meanwhile_and_has_its_policy_back(ray_session):
+    with pytest.raises(ZeroDivisionError), ray_data():
+        assert os.sched_getscheduler(0) == os.SCHED_BATCH
+        _ = 1 / 0
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_a_sandbox_that_forbids_the_policy_is_no_error(ray_session, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    with ray_data():
+        assert len(list(blocks_of(ray.data.range(1)))) == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_whose_exception_is_lost_in_a_callback_still_interrupts(ray_session, number):
