@@ -2,15 +2,19 @@
 
 import json
 import re
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
 import hsray
 from hsray.engine import EngineDied
 from hsray.report import BuildReport
+from hsray.rounds import PLAN_READERS
 from tests.builds import build_tiny, files_of, unique_prompts
 
 BAD_ROWS = [
@@ -107,6 +111,28 @@ def test_a_build_makes_what_was_estimated_from_the_config_alone(built, model_wit
     assert found.raw_bytes == found.stored_bytes == pytest.approx(report.nbytes, rel=0.02)
     everything = sum(map(len, files_of(Path(report.out)).values()))
     assert found.raw_bytes + found.plan_bytes == pytest.approx(everything, rel=0.02)
+
+
+def test_the_plan_is_read_by_a_few_processes_however_many_files_it_has(ray_session, tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(hsray.plan, "FILE_SHARDS", 60)
+    done, readers = threading.Event(), []
+
+    def watch() -> None:
+        while not done.wait(0.1):
+            count = 0
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):  # it has ended since
+                    count += "_read_plan" in " ".join(process.cmdline())
+            readers.append(count)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    # So many that a reader has to wait for the engine, and another would be begun meanwhile.
+    report = build_tiny(tiny_llama, [{"input_ids": [number]} for number in range(480)], tmp_path / "out", shard_bytes=1)
+    done.set()
+    watcher.join()
+    assert (report.new_shards, len([*(tmp_path / "out" / "plan").iterdir()])) == (480, 8)
+    assert 1 <= max(readers) <= PLAN_READERS
 
 
 def test_states_that_are_not_finite_end_the_build_naming_the_prompt(ray_session, tiny_llama, tmp_path):
