@@ -120,7 +120,8 @@ class HiddenStates:
     ) -> "PackedStream":
         """Packed batches of `batch_tokens` tokens, for training a drafter; a PyTorch ``IterableDataset``.
 
-        Ranks, and a ``DataLoader``'s workers (use ``batch_size=None``), share the prompts without overlap or loss. Its
+        Ranks, and a ``DataLoader``'s workers (use ``batch_size=None``), share the prompts without overlap or loss: a pass has
+        some batches more for one than for another, so where ranks must keep step, end it with the first that has none. Its
         ``state_dict`` and ``load_state_dict`` continue exactly. Of workers that end with each pass every pass is the first:
         ``persistent_workers=True`` keeps them.
 

@@ -236,7 +236,7 @@ class Rounds:
                     batch_size=1,
                     batch_format="pyarrow",
                     num_cpus=0,
-                    compute=ray.data.TaskPoolStrategy(size=PLAN_READERS),
+                    compute=ray.data.TaskPoolStrategy(size=min(PLAN_READERS, len(files))),
                 )
                 .map_batches(
                     worker,

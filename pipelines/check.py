@@ -18,7 +18,11 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("out", metavar="OUT", help="the dataset's folder, on any fsspec target that every node reaches")
     add("--deep", action="store_true", help="also compare the digest of each shard's content")
-    add("--repair", action="store_true", help="remove bad shards, so that the next build makes them again")
+    add(
+        "--repair",
+        action="store_true",
+        help="remove bad shards, so that the next build makes them again; the status is still 1",
+    )
     add("--storage-options", type=parse_object, metavar="JSON", help="for the filesystem of OUT; never stored")
     add("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     return parser
