@@ -242,13 +242,17 @@ def transformers_options(options: EngineOptions) -> EngineOptions:
 
 
 def show(figures: list[Figure], roads: list[str], console: Console) -> None:
-    """A row for each road: tokens/s, and in brackets its share of the first road's."""
+    """A row for each road, however often it was measured: tokens/s, and in brackets its share of the first road's."""
     workloads = list(dict.fromkeys(figure.workload for figure in figures))
-    found = {(figure.road, figure.workload): figure.measured.tokens_per_s for figure in figures}
+
+    def speed(road: str, workload: str) -> float:
+        every = [figure.measured for figure in figures if (figure.road, figure.workload) == (road, workload)]
+        return sum(measured.tokens for measured in every) / sum(measured.seconds for measured in every)
+
     table = Table("tokens/s", *workloads)
-    for road in roads:
-        shares = [(found[road, name], found[road, name] / found[roads[0], name]) for name in workloads]
-        table.add_row(road, *(f"{speed:,.0f} ({share:.3f})" for speed, share in shares))
+    for road in dict.fromkeys(roads):
+        speeds = [(speed(road, name), speed(road, name) / speed(roads[0], name)) for name in workloads]
+        table.add_row(road, *(f"{found:,.0f} ({share:.3f})" for found, share in speeds))
     console.print(table)
 
 
@@ -284,7 +288,14 @@ def main() -> int:
     add = parser.add_argument
     add("--model", required=True, help="a local folder or a hub name; with --load-format dummy a config.json is enough")
     add("--layers", required=True, nargs="+", help="as for build.py")
-    add("--roads", nargs="+", default=roads, choices=roads, help="which to measure; shares are of the first")
+    add(
+        "--roads",
+        nargs="+",
+        default=roads,
+        choices=roads,
+        help="which to measure; shares are of the first; one said "
+        "twice is measured twice, and is the mean: capture build capture, where the machine is slower at one time than another",
+    )
     add(
         "--lengths",
         nargs="+",
