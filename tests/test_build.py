@@ -128,9 +128,12 @@ def test_the_plan_is_read_by_a_few_processes_however_many_files_it_has(ray_sessi
     watcher = threading.Thread(target=watch)
     watcher.start()
     # So many that a reader has to wait for the engine, and another would be begun meanwhile.
-    report = build_tiny(tiny_llama, [{"input_ids": [number]} for number in range(480)], tmp_path / "out", shard_bytes=1)
-    done.set()
-    watcher.join()
+    rows = [{"input_ids": [number]} for number in range(480)]
+    try:
+        report = build_tiny(tiny_llama, rows, tmp_path / "out", shard_bytes=1)
+    finally:
+        done.set()
+        watcher.join()
     assert (report.new_shards, len([*(tmp_path / "out" / "plan").iterdir()])) == (480, 8)
     assert 1 <= max(readers) <= PLAN_READERS
 
