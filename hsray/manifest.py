@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 from hsray.float8 import FLOAT8
 from hsray.layers import resolve_layers
 from hsray.model import DTYPE_BYTES
-from hsray.plan import Plan, PlanFile, list_dropped, read_plan_file, shard_name, shard_number
+from hsray.plan import Plan, PlanFile, list_dropped, read_plan_file, shard_name, shard_number, shard_stem
 from hsray.shard import FileFormat, ShardPrompts
 from hsray.shard_file import ExpectedShard, check_shard
 from hsray.store import Store
@@ -29,6 +29,9 @@ LEASE_NAME = "lease.json"
 
 #: Footers read at a time; on an object store each is a round trip.
 CHECK_THREADS = 16
+
+#: Names of a power of ten of shards begin alike.
+LISTED_TOGETHER = 10_000
 
 #: Of the shards that receipts vouch for, so many footers are read all the same: every one, up to that number.
 VOUCHED_READ = 1000
@@ -271,14 +274,24 @@ def identity_differences(stored: Identity, wanted: Identity) -> list[str]:
     ]
 
 
-def published_shards(store: Store, file_format: str) -> dict[int, int]:
+def published_shards(store: Store, file_format: str, *, num_planned: int = 0) -> dict[int, int]:
     """The shards that are there: number -> file bytes.
+
+    Args:
+        num_planned: How many there are at most, if that is known: very many are listed faster then, by their names; a file of
+            another name may not be seen.
 
     Raises:
         ManifestError: ``shards/`` holds a file that is no shard.
     """
     shards = {}
-    for name, num_bytes in store.list("shards").items():
+    if num_planned > LISTED_TOGETHER:
+        firsts = range(0, num_planned, LISTED_TOGETHER)
+        digits = len(str(LISTED_TOGETHER)) - 1
+        found = store.list_prefixes("shards", [shard_stem(first)[:-digits] for first in firsts])
+    else:
+        found = store.list("shards")
+    for name, num_bytes in found.items():
         shard = shard_number(name, file_format)
         if shard is None:
             raise ManifestError(f"{store.url}/shards/{name} is not of this dataset; move it away")

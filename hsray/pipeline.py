@@ -214,7 +214,8 @@ def _build(
 
 def made_before(manifest: Manifest, store: Store) -> dict[int, str]:
     """The shards that are there, which are this dataset's: number -> digest. Raises as `check_shards` does."""
-    published = published_shards(store, manifest.identity.file_format)
+    num_planned = manifest.plan.num_shards
+    published = published_shards(store, manifest.identity.file_format, num_planned=num_planned)
     if manifest.state == "complete":  # its inventory has them all
         known = dict(enumerate(zip(manifest.shard_file_bytes, manifest.shard_digests, strict=True)))
     else:

@@ -103,7 +103,12 @@ class Plan:
 
 def shard_name(shard: int, file_format: str = "parquet") -> str:
     """The object that holds a shard: ``shards/000012.parquet``, or ``.arrow``."""
-    return f"shards/{shard:06d}.{file_format}"
+    return f"shards/{shard_stem(shard)}.{file_format}"
+
+
+def shard_stem(shard: int) -> str:
+    """What a shard's number is in the name of its file."""
+    return f"{shard:06d}"
 
 
 def shard_number(name: str, file_format: str = "parquet") -> int | None:

@@ -6,11 +6,13 @@ file publishes the half.)
 """
 
 import errno
+import inspect
 import io
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
@@ -25,6 +27,8 @@ TEMPORARY_PREFIX = ".hsray-tmp-"
 
 #: How often a request to S3 is sent before it has failed; botocore's own number is 3 to 5.
 S3_ATTEMPTS = 10
+
+LIST_THREADS = 8
 
 
 class Store:
@@ -68,6 +72,25 @@ class Store:
             for name, entry in names.items()
             if not name.startswith(TEMPORARY_PREFIX) and name and entry["name"].rstrip("/") != path
         }
+
+    def list_prefixes(self, folder: str, prefixes: Sequence[str]) -> dict[str, int]:
+        """The objects in a folder whose names begin with one of some prefixes: name -> bytes; by several threads where that helps.
+
+        An object store lists a thousand names a request, and one request after the other.
+        """
+        if "prefix" not in inspect.signature(self._fs.find).parameters:
+            return {
+                name: num_bytes for name, num_bytes in self.list(folder).items() if name.startswith(tuple(prefixes))
+            }
+        self._fs.invalidate_cache()
+        path = self.path(folder)
+
+        def sizes(prefix: str) -> dict[str, int]:
+            found = self._fs.find(f"{path}/", prefix=prefix, detail=True)
+            return {name.rsplit("/", 1)[-1]: entry["size"] for name, entry in found.items()}
+
+        with ThreadPoolExecutor(LIST_THREADS) as threads:
+            return dict(item for part in threads.map(sizes, prefixes) for item in part.items())
 
     def exists(self, name: str) -> bool:
         """Whether an object has been published."""

@@ -25,6 +25,7 @@ from hsray.layers import Layer
 from hsray.plan import shard_name
 from hsray.raydata import attempt_number, leave_words, words_left
 from hsray.report import Receipt, Verdict
+from hsray.sentinel import Sentinel
 from hsray.shard import FileFormat, ShardError, ShardPrompts, shard_table, stamped, write_table
 from hsray.shard_file import ExpectedShard, check_shard
 from hsray.store import Store
@@ -56,6 +57,9 @@ class CaptureJob:
 #: How long a process whose engine is gone waits for its writers.
 DRAIN_S = 60.0
 
+#: How long a process that starts may stand still: imports, and libraries that load a model, keep Python's lock for long.
+START_S = 120.0
+
 #: How often it is looked whether the engine answers; one that can tell by itself has so long to say it first.
 WATCH_S = 1.0
 
@@ -65,6 +69,7 @@ class CaptureWorker:
 
     def __init__(self, job: CaptureJob):
         started = time.monotonic()
+        sentinel = Sentinel(max(START_S, job.options.request_timeout_s))
         _use_all_cores()
         self._job, self._store = job, Store(job.out, job.storage_options)
         self._capturing = threading.Semaphore(job.options.shards_in_capture)
@@ -81,6 +86,7 @@ class CaptureWorker:
         self._schema = job.schema.with_metadata({**job.schema.metadata, **versions})
         self._engine_start_s = time.monotonic() - started
         threading.Thread(target=self._watch, name="hsray-watch", daemon=True).start()
+        sentinel.allow(job.options.request_timeout_s + 2 * WATCH_S)  # `_watch` too may stand still
 
     def __call__(self, plan: pa.Table) -> Iterator[pa.Table]:
         """Captures and publishes the shards of some rows of the plan; yields each one's receipt once it is published."""
@@ -274,7 +280,7 @@ class ProbeWorker(CaptureWorker):
 def _died(times: int) -> str:
     return (
         f"the engine's process died {times} times while it was there, without a word; out of memory is the usual cause (the "
-        "kernel's log says so)"
+        "kernel's log says so), or it stood still for request_timeout_s (the worker's log says so)"
     )
 
 

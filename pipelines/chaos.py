@@ -1,8 +1,15 @@
 """Kills what a build consists of, at random moments, and says whether its files are those of an undisturbed one.
 
-Each run is one dataset, built on a Ray cluster of two nodes of this machine. A kill is SIGKILL to an engine actor, to its
-engine's own process (SGLang's scheduler; where there is none, to the actor), to the driver, which is then started again, or
-to the second node's Ray, which is then replaced. At the end of a run its files must be the undisturbed build's, byte for byte.
+Each run is one dataset, built on a Ray cluster of two nodes of this machine. At the end of a run its files must be the
+undisturbed build's, byte for byte. What is killed, with SIGKILL but for the last two:
+
+- an engine actor;
+- its engine's own process (SGLang's scheduler; where there is none, the actor);
+- an actor that has written a part of a shard's file;
+- the driver, which is then started again;
+- the second node's Ray, which is then replaced;
+- that node, as a cloud takes back a spot machine: it is drained for some seconds first;
+- nothing, but an engine's process (or the actor) is stopped: a hang, which the build itself must see and end.
 
     python pipelines/chaos.py --model .demo/model --dataset prompts.jsonl --layers 9 final --runs 100 --kills 3
 """
@@ -10,6 +17,7 @@ to the second node's Ray, which is then replaced. At the end of a run its files 
 import argparse
 import hashlib
 import json
+import logging
 import os
 import random
 import subprocess
@@ -17,20 +25,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import build
 import psutil
 from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
 
 from hsray.events import NAME as EVENTS_NAME
+from hsray.flags import parse_object
+from hsray.store import TEMPORARY_PREFIX
 
-BUILD = Path(__file__).parent / "build.py"
+KINDS = ("actor", "engine", "publish", "driver", "node", "drain", "hang")
 
-KINDS = ("actor", "engine", "driver", "node")
+#: How long a node that is drained lives on: a cloud gives 30 s to two minutes.
+DRAIN_S = 5
+
+#: How long one is looked for that can be killed so.
+LOOK_FOR_S = 20.0
+
+#: Tells the actors of a run where to write which shard they begin.
+TRAIL = "HSRAY_CHAOS_TRAIL"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,8 +62,8 @@ class Run:
     """Shards of the undisturbed build that are not there, or are others."""
     doubled: int = 0
     """Shards that were captured and published twice."""
-    repeated: int = 0
-    """Shards that were with an actor when it died, and that another captured."""
+    repeated: list[int] = field(default_factory=list)
+    """For each kill, the shards that what it killed had begun to capture and that were captured anew."""
     hung: bool = False
     elapsed_s: float = 0.0
 
@@ -58,6 +76,7 @@ class Chaos:
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         self._second = self._cluster.add_node(num_cpus=2)
         self._whole, self._duration_s = {}, 0.0
+        self._actors_before: list[set[int]] = []  # of the run's kills
 
     def close(self) -> None:
         self._cluster.shutdown()
@@ -73,14 +92,17 @@ class Chaos:
     def run(self, number: int) -> Run:
         """Builds it once more, and kills something now and again."""
         out, run, started = self._folder / f"run-{number:03d}", Run(), time.monotonic()
-        driver = self._start(out)
+        driver, self._actors_before = self._start(out), []
         while len(run.kills) < self._arguments.kills:
             self._wait_for_a_moment(driver, out)
             if driver.poll() is not None:
                 break
-            kind = self._chosen.choice(KINDS)
-            driver = self._kill(kind, driver, out) or driver
-            run.kills.append(kind)
+            kind = self._chosen.choice(self._arguments.kinds)
+            before = {actor.pid for actor in self._actors()}
+            killed, driver = self._kill(kind, driver, out)
+            if killed:
+                self._actors_before.append(before)
+                run.kills.append(kind)
         try:
             status = driver.wait(self._arguments.limit_s)
         except subprocess.TimeoutExpired:
@@ -93,19 +115,13 @@ class Chaos:
 
     def _start(self, out: Path) -> subprocess.Popen:
         asked = self._arguments
-        command = [sys.executable, str(BUILD), "--model", asked.model, "--dataset", *asked.dataset, "--out", str(out)]
-        command += [
-            "--layers",
-            *asked.layers,
-            "--engine",
-            asked.engine,
-            "--shard-bytes",
-            asked.shard_bytes,
-            "--no-progress",
-        ]
+        command = [sys.executable, __file__, "build", "--model", asked.model, "--dataset", *asked.dataset]
+        command += ["--out", str(out), "--layers", *asked.layers, "--engine", asked.engine, "--no-progress"]
+        command += ["--shard-bytes", asked.shard_bytes, "--engines", str(asked.engines)]
+        command += ["--engine-args", json.dumps(asked.engine_args)] if asked.engine_args else []
         # A shard may be there when several kills fall; they are not its doing.
-        command += ["--engines", str(asked.engines), "--max-attempts", str(asked.kills + 1)]
-        environment = {**os.environ, "RAY_ADDRESS": self._cluster.address}
+        command += ["--max-attempts", str(asked.kills + 1), "--request-timeout-s", str(asked.request_timeout_s)]
+        environment = {**os.environ, "RAY_ADDRESS": self._cluster.address, TRAIL: f"{out}.trail"}
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
     def _wait_for_a_moment(self, driver: subprocess.Popen, out: Path) -> None:
@@ -118,28 +134,69 @@ class Chaos:
             time.sleep(0.02)
         time.sleep(self._chosen.random() * 0.2)
 
-    def _kill(self, kind: str, driver: subprocess.Popen, out: Path) -> subprocess.Popen | None:
-        """Kills one of a kind; gives the driver that goes on, where it was the driver."""
+    def _kill(self, kind: str, driver: subprocess.Popen, out: Path) -> tuple[bool, subprocess.Popen]:
+        """Kills one of a kind, if there is one before long; whether it did, and the driver that goes on."""
         if kind == "driver":
             driver.kill()
             driver.wait()
-            return self._start(out)
-        if kind == "node":
+            return True, self._start(out)
+        if kind in ("node", "drain"):
+            if kind == "drain":
+                self._drain()
             self._cluster.remove_node(self._second, allow_graceful=False)
             self._second = self._cluster.add_node(num_cpus=2)
-            return None
-        while driver.poll() is None:
-            processes = psutil.process_iter(["cmdline"])
-            actors = [process for process in processes if "CaptureWorker" in " ".join(process.info["cmdline"] or ())]
+            return True, driver
+        ends = time.monotonic() + LOOK_FOR_S
+        while driver.poll() is None and time.monotonic() < ends:
             with suppress(psutil.NoSuchProcess):  # it has just ended by itself
-                mine = [actor for actor in actors if os.getpid() in [parent.pid for parent in actor.parents()]]
-                if mine:
-                    actor = self._chosen.choice(mine)
-                    engines = [child for child in actor.children() if "scheduler" in " ".join(child.cmdline())]
-                    (engines[0] if kind == "engine" and engines else actor).kill()
-                    return None
-            time.sleep(0.05)
-        return None
+                if self._strike(kind, out):
+                    return True, driver
+            time.sleep(0 if kind == "publish" else 0.05)
+        return False, driver
+
+    def _drain(self) -> None:
+        """Tells Ray that the second node will be taken away, as a cloud's notice does, and lets it live on so long."""
+        ray_drains = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self._cluster.address]
+        ray_drains += ["--node-id", self._second.node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
+        ray_drains += ["--reason-message", "spot", "--deadline-remaining-seconds", str(DRAIN_S)]
+        subprocess.run(ray_drains, check=True, stdout=subprocess.DEVNULL)
+        time.sleep(DRAIN_S)
+
+    def _strike(self, kind: str, out: Path) -> bool:
+        """Strikes one actor, or its engine, if there is one to strike."""
+        actors = self._actors()
+        if kind == "publish":
+            actors = [actor for actor in actors if self._is_publishing(actor, out)]
+        if kind == "hang":  # one that has not begun may be where nobody watches it yet
+            begun = {pid for _, pid in begun_in(out)}
+            actors = [actor for actor in actors if actor.pid in begun]
+        if not actors:
+            return False
+        actor = self._chosen.choice(actors)
+        engines = [child for child in actor.children() if "scheduler" in " ".join(child.cmdline())]
+        struck = engines[0] if kind in ("engine", "hang") and engines else actor
+        (struck.suspend if kind == "hang" else struck.kill)()
+        return True
+
+    def _actors(self) -> list[psutil.Process]:
+        """This cluster's engine actors: others' may be on the machine."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            with suppress(psutil.NoSuchProcess):
+                is_actor = "CaptureWorker" in " ".join(process.info["cmdline"] or ())
+                if is_actor and os.getpid() in [parent.pid for parent in process.parents()]:
+                    found.append(process)
+        return found
+
+    def _is_publishing(self, actor: psutil.Process, out: Path) -> bool:
+        """Whether it has a part of a shard's file; it is stopped then, so that it still has it when it is killed."""
+        if not any(out.glob(f"shards/{TEMPORARY_PREFIX}*")):
+            return False
+        actor.suspend()
+        if any(Path(file.path).name.startswith(TEMPORARY_PREFIX) for file in actor.open_files()):
+            return True
+        actor.resume()
+        return False
 
     def _judge(self, run: Run, out: Path, status: int) -> None:
         found = digests(out)
@@ -148,8 +205,48 @@ class Chaos:
         events = [json.loads(line) for line in (out / EVENTS_NAME).read_text().splitlines()]
         captured = [event["shard"] for event in events if event["event"] == "receipt" and event["captured"]]
         run.doubled = len(captured) - len(set(captured))
-        retried = {event["shard"] for event in events if event["event"] == "retry"}
-        run.repeated = len(retried.intersection(captured))
+        run.repeated = self._repeated(out, num_kills=len(run.kills))
+
+    def _repeated(self, out: Path, num_kills: int) -> list[int]:
+        """For each kill, the captures that its victims had begun and that were begun once more."""
+        begun = begun_in(out)
+        last = {shard: place for place, (shard, _) in enumerate(begun)}
+        repeated = [0] * num_kills
+        for place, (shard, pid) in enumerate(begun):
+            if place != last[shard]:  # its process was there before some kills, and not after the one that ended it
+                seen = [kill for kill, pids in enumerate(self._actors_before) if pid in pids]
+                repeated[seen[-1] if seen else 0] += 1
+        return repeated
+
+
+def begun_in(out: Path) -> list[tuple[str, int]]:
+    """The shards that a run's actors have begun to capture so far, and the process of each."""
+    trail = Path(f"{out}.trail")
+    lines = trail.read_text().splitlines() if trail.exists() else []
+    return [(shard, int(pid)) for shard, pid in map(str.split, lines)]
+
+
+def build_with_a_trail(command: Sequence[str]) -> int:
+    """`build.py`, in actors that write down each shard that they begin to capture."""
+    import ray
+
+    runtime_env = {"worker_process_setup_hook": leave_a_trail, "env_vars": {TRAIL: os.environ[TRAIL]}}
+    ray.init(runtime_env=runtime_env, logging_level=logging.ERROR, log_to_driver=False)
+    return build.main(command)
+
+
+def leave_a_trail() -> None:
+    """Run by Ray in each of its worker processes as it starts."""
+    import hsray.worker
+
+    asking = hsray.worker.CaptureWorker._asking
+
+    def asking_and_telling(self: hsray.worker.CaptureWorker, key: str) -> AbstractContextManager[None]:
+        with open(os.environ[TRAIL], "a") as trail:
+            trail.write(f"{key} {os.getpid()}\n")
+        return asking(self, key)
+
+    hsray.worker.CaptureWorker._asking = asking_and_telling
 
 
 def num_published(out: Path) -> int:
@@ -165,31 +262,43 @@ def digests(out: Path) -> dict[str, str]:
 
 def table_of(runs: Sequence[Run]) -> Table:
     """A line for the runs with each kind of kill, and one for all."""
-    shown = Table("killed", "kills", "runs", "identical", "shards lost", "captured twice", "begun again", "hangs")
+    shown = Table(
+        "killed", "kills", "runs", "identical", "shards lost", "captured twice", "hangs", "begun again", "most"
+    )
     for kind in (*KINDS, "all"):
         hit = [run for run in runs if kind == "all" or kind in run.kills]
-        num_kills = sum(len(run.kills) if kind == "all" else run.kills.count(kind) for run in hit)
-        sums = [sum(getattr(run, name) for run in hit) for name in ("identical", "lost", "doubled", "repeated", "hung")]
-        shown.add_row(kind, *map(str, (num_kills, len(hit), *sums)))
-    num_kills = sum(len(run.kills) for run in runs)
-    shown.caption = f"begun again: {sum(run.repeated for run in runs) / max(1, num_kills):.2f} shards a kill"
+        sums = [sum(getattr(run, name) for run in hit) for name in ("identical", "lost", "doubled", "hung")]
+        again = [
+            shards for run in hit for name, shards in zip(run.kills, run.repeated, strict=True) if kind in ("all", name)
+        ]
+        mean = f"{sum(again) / max(1, len(again)):.2f}"
+        shown.add_row(kind, *map(str, (len(again), len(hit), *sums, mean, max(again, default=0))))
+    shown.caption = (
+        "begun again: shards a kill whose capture was begun and then begun once more; the mean, and the most"
+    )
     return shown
 
 
 def main() -> int:
     """Prints a line for each run, then the table; the status is 0 if every run was identical."""
+    if sys.argv[1:2] == ["build"]:
+        return build_with_a_trail(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True)
     add("--dataset", required=True, nargs="+")
     add("--layers", required=True, nargs="+")
     add("--engine", default="transformers", choices=["transformers", "sglang"])
+    add("--engine-args", type=parse_object, metavar="JSON", help="as for build.py")
     add("--engines", type=int, default=2, help="engine actors (default: 2)")
     add("--shard-bytes", default="1MiB", help="(default: 1MiB)")
     add("--runs", type=int, default=3, help="(default: 3; the bar is 100)")
     add("--kills", type=int, default=3, help="in each run (default: 3)")
+    add("--kinds", nargs="+", default=KINDS, choices=KINDS, help="of kills (default: all)")
+    add("--request-timeout-s", type=float, default=30.0, help="after which an engine hangs (default: 30)")
     add("--limit-s", type=float, default=600.0, help="a run that takes longer after its last kill hangs (default: 600)")
     add("--seed", type=int, default=0)
+    add("--json", type=Path, help="also write what became of each run here")
     arguments = parser.parse_args()
     console, runs = Console(width=130), []
     with tempfile.TemporaryDirectory(prefix="hsray-chaos-") as name:
@@ -200,6 +309,8 @@ def main() -> int:
                 runs.append(run := chaos.run(number))
                 verdict = "identical" if run.identical else "NOT IDENTICAL"
                 console.print(f"run {number}: {verdict} in {run.elapsed_s:.1f} s after {', '.join(run.kills)}")
+                if arguments.json:
+                    arguments.json.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
         finally:
             chaos.close()
     console.print(table_of(runs))

@@ -4,6 +4,8 @@ import argparse
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -20,11 +22,14 @@ from tests.builds import files_of
 from tests.reference import options_for
 
 #: What becomes of a model that meets one of these tokens.
-EXITS, HANGS, RAISES, NOT_FINITE = 901, 902, 903, 904
+EXITS, HANGS, RAISES, NOT_FINITE, FREEZES, LEAKS = range(901, 907)
 
 MODELING = f"""
-import os, time
+import ctypes, os, time
+import numpy as np
 from transformers import LlamaForCausalLM
+
+leaked = []
 
 class PoisonedLlama(LlamaForCausalLM):
     def get_decoder(self):
@@ -37,6 +42,10 @@ def poison(module, args, kwargs):
         os._exit(1)
     if (ids == {HANGS}).any():
         time.sleep(3600)
+    if (ids == {FREEZES}).any():
+        ctypes.PyDLL(None).sleep(3600)  # with Python's lock: no thread of the process runs
+    if (ids == {LEAKS}).any():
+        leaked.append(np.ones(1 << 26))  # 512 MiB
     if (ids == {RAISES}).any():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if (ids == {NOT_FINITE}).any():
@@ -64,10 +73,13 @@ def prompts_with(**poison: int) -> list[dict]:
     return rows
 
 
-def build(model: Path, rows: list[dict], out: Path, **changes: object) -> "hsray.report.BuildReport":
+def asked_of(model: Path, out: Path, **changes: object) -> dict[str, object]:
     asked = {"model": str(model), "layers": [0, "final"], "out": out, "engine": "transformers", "progress": False}
-    asked |= {"trust_remote_code": True, "shard_bytes": 20 * 2 * 128 * 4, "max_attempts": 1}
-    return hsray.build(rows, **(asked | changes))
+    return asked | {"trust_remote_code": True, "shard_bytes": 20 * 2 * 128 * 4, "max_attempts": 1} | changes
+
+
+def build(model: Path, rows: list[dict], out: Path, **changes: object) -> "hsray.report.BuildReport":
+    return hsray.build(rows, **asked_of(model, out, **changes))
 
 
 def test_prompts_that_fail_are_left_out_and_listed_and_the_others_are_kept(ray_session, poisoned, tmp_path):
@@ -116,6 +128,48 @@ def test_a_prompt_that_hangs_its_engine_is_named_in_the_engines_words(ray_sessio
         build(poisoned, prompts_with(p7=HANGS), tmp_path / "out", request_timeout_s=2)
     assert load_manifest(Store(tmp_path / "out")).skipped == ()
     assert not (tmp_path / "out/lease.json").exists()
+
+
+def test_a_prompt_that_makes_the_whole_process_stand_still_is_left_out_and_the_others_are_kept(
+    ray_session, poisoned, tmp_path
+):
+    rows = prompts_with(p7=FREEZES)
+    report = build(poisoned, rows, tmp_path / "out", request_timeout_s=2, on_failure="skip")
+    assert (report.prompts, report.dropped) == (11, 1)
+    [listed] = pq.read_table(tmp_path / "out/dropped.parquet").to_pylist()
+    assert (listed["source"], listed["prompt_id"]) == ("shards/000003.parquet", "p7")
+    assert "it stood still for request_timeout_s" in listed["reason"]
+    assert hsray.check(tmp_path / "out", deep=True, progress=False).ok
+
+
+LIMITED = """
+import json, sys
+import psutil, ray, hsray
+
+memory = psutil.virtual_memory()
+limit = {"memory_usage_threshold": (memory.total - memory.available + (3 << 30)) / memory.total, "memory_monitor_refresh_ms": 50}
+ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", _system_config=limit)
+report = hsray.build(**json.loads(sys.argv[1]))
+print(report.shards, report.dropped)
+"""
+
+
+def test_an_engine_that_leaks_memory_is_ended_and_its_shards_are_made_by_others(poisoned, tmp_path):
+    """Twelve prompts leak 6 GiB, where Ray, which ends what takes too much, allows 3."""
+    rows = prompts_with(**{f"p{number}": LEAKS for number in range(12)})
+    asked = asked_of(poisoned, tmp_path / "out", max_attempts=3, on_failure="stop")
+    command = [sys.executable, "-c", LIMITED, json.dumps({"dataset": rows, **asked}, default=str)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, "6 0" in done.stdout.splitlines()) == (0, True), done.stderr
+    events = [json.loads(line) for line in (tmp_path / "out" / EVENTS_NAME).read_text().splitlines()]
+    assert any(event["event"] in ("retry", "lost") for event in events)
+    dataset = hsray.read(tmp_path / "out")
+    with open_engine("transformers", options_for(poisoned, trust_remote_code=True)) as healthy:
+        for index, row in enumerate(rows):
+            alone = healthy.capture_alone(row["input_ids"])
+            for layer in (0, "final"):
+                assert torch.equal(dataset[index]["hidden_states"][layer], alone[layer])
+    assert hsray.check(tmp_path / "out", deep=True, progress=False).ok
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import pytest
 
 import hsray
 from hsray.audit import check
+from hsray.manifest import ManifestError, published_shards
+from hsray.plan import shard_name
 from hsray.store import Store
 from tests.builds import build_tiny, unique_prompts
 from tests.s3 import KEY, SECRET, FaultProxy, options_for, reader_of, s3_server
@@ -150,3 +152,16 @@ def test_datasets_published_through_a_broken_network_are_right_and_no_object_is_
             assert_same(found, wanted)
     assert sum(count for name, count in faults.items() if name != "none") > 5
     print(faults)
+
+
+def test_very_many_shards_are_listed_in_parts_by_their_names(options, monkeypatch):
+    monkeypatch.setattr("hsray.manifest.LISTED_TOGETHER", 10)
+    store = Store(f"{PREFIX}/many", options)
+    sizes = {shard: 1 + shard % 3 for shard in range(0, 130, 3)}
+    for shard, num_bytes in sizes.items():
+        store.publish(shard_name(shard), b"x" * num_bytes)
+    assert published_shards(store, "parquet", num_planned=130) == published_shards(store, "parquet") == sizes
+    assert published_shards(Store(f"{PREFIX}/none", options), "parquet", num_planned=130) == {}
+    store.publish("shards/000007 copy.parquet", b"x")
+    with pytest.raises(ManifestError, match="000007 copy.parquet is not of this dataset"):
+        published_shards(store, "parquet", num_planned=130)
