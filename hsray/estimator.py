@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
+from hsray.describe import load_chat_tokenizer
 from hsray.engine import EngineOptions
 from hsray.pipeline import build, make_plan
 from hsray.plan import FILE_TOKENS, Plan
-from hsray.prompts import load_chat_tokenizer, tokenize_rows
+from hsray.prompts import tokenize_rows
 from hsray.raydata import blocks_of, ray_data
 from hsray.request import Request, settle
 from hsray.rounds import GPU_WRITERS

@@ -9,6 +9,7 @@ Shapes: T tokens of a prompt.
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -18,9 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hsray.chat import ChatOptions
-from hsray.model import load_tokenizer
+from hsray.describe import load_chat_tokenizer
 from hsray.shapes import GivenTokens, find_shape, own_id, read_row
-from hsray.sources import BATCH_ROWS
 from hsray.strict_json import load_json
 from hsray.tokens import Rendered, tokenize
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZE_BATCH_ROWS = 256
+
+#: Of rows, in one block.
+BLOCK_BYTES = 2 << 20
 
 PROMPTS_SCHEMA = pa.schema(
     [
@@ -99,7 +102,9 @@ def tokenize_rows(rows: "ray.data.Dataset", options: PromptOptions) -> "ray.data
     A row makes one prompt, or several where its conversation had to be split; one that cannot be used makes one that has
     its `error` set.
     """
-    prompts = rows.repartition(target_num_rows_per_block=BATCH_ROWS, strict=True).map_batches(
+    # Ray spends some 40 ms of this process and its own on a block, and a file's would be of 128 MB.
+    rows.context.target_max_block_size = BLOCK_BYTES
+    prompts = rows.map_batches(
         tokenize_batch,
         fn_kwargs={"options": options},
         batch_size=TOKENIZE_BATCH_ROWS,
@@ -115,16 +120,6 @@ def tokenize_rows(rows: "ray.data.Dataset", options: PromptOptions) -> "ray.data
 def digest_rows(rows: "ray.data.Dataset") -> "ray.data.Dataset":
     """Each row's digest, in order, as `tokenize_rows` gives it, without tokenising."""
     return rows.map_batches(_digest_batch, batch_format="pyarrow", zero_copy_batch=True)
-
-
-def load_chat_tokenizer(
-    model: str, *, trust_remote_code: bool, chat_template: str | None
-) -> "PreTrainedTokenizerBase | None":
-    """The model's tokenizer, with another chat template if one is given; None for a model without a tokenizer."""
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    if tokenizer is not None and chat_template is not None:
-        tokenizer.chat_template = chat_template
-    return tokenizer
 
 
 def _digest_batch(batch: pa.Table) -> pa.Table:
@@ -145,8 +140,11 @@ def _add_sort_column(batch: pa.Table) -> pa.Table:
     return batch.append_column(SORT_COLUMN, pa.array(keys, pa.string()))
 
 
-# A Ray worker serves many tasks; loading takes seconds.
-_tokenizer = functools.lru_cache(maxsize=2)(load_chat_tokenizer)
+@functools.lru_cache(maxsize=2)  # a Ray worker serves many tasks, and loading takes seconds
+def _tokenizer(model: str, *, trust_remote_code: bool, chat_template: str | None) -> "PreTrainedTokenizerBase | None":
+    # A task has one core; threads for each of the machine's would only be in one another's way.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return load_chat_tokenizer(model, trust_remote_code=trust_remote_code, chat_template=chat_template)
 
 
 def tokenize_batch(batch: pa.Table, *, options: PromptOptions) -> pa.Table:
@@ -174,9 +172,9 @@ def tokenize_batch(batch: pa.Table, *, options: PromptOptions) -> pa.Table:
         prompt.input_ids, prompt.loss_mask = result
         if piece.turn is not None and prompt.own_id is not None:
             prompt.own_id = f"{prompt.own_id}@{piece.turn}"
-    for prompt in prompts:
-        if prompt.error is None:
-            _finish(prompt, options)
+    whole = [prompt for prompt in prompts if prompt.error is None]
+    for prompt, is_known in zip(whole, _are_known([prompt.input_ids for prompt in whole], options), strict=True):
+        _finish(prompt, options, is_known=is_known)
     columns = ([getattr(prompt, name) for prompt in prompts] for name in PROMPTS_SCHEMA.names)
     return pa.table(
         [
@@ -221,13 +219,21 @@ def _read(
     return content
 
 
-def _finish(prompt: _Prompt, options: PromptOptions) -> None:
+def _are_known(ids: Sequence[np.ndarray], options: PromptOptions) -> list[bool]:
+    """Whether each prompt's tokens are all of the model's vocabulary; a look at all prompts' first, which is one for most."""
+    flat = np.concatenate(ids) if ids else np.empty(0, np.int32)
+    if flat.dtype == np.int32 and (not len(flat) or 0 <= flat.min() <= flat.max() < options.vocab_size):
+        return [True] * len(ids)
+    return [not len(ids_T) or (ids_T.min() >= 0 and ids_T.max() < options.vocab_size) for ids_T in ids]
+
+
+def _finish(prompt: _Prompt, options: PromptOptions, *, is_known: bool) -> None:
     """Checks a prompt's tokens, applies the policies, and gives it its id."""
     input_ids, loss_mask = prompt.input_ids, prompt.loss_mask
     num_tokens, max_tokens = len(input_ids), options.max_tokens
     if not num_tokens:
         return prompt.fail("an empty prompt: it has no tokens; remove the row")
-    if input_ids.min() < 0 or input_ids.max() >= options.vocab_size:
+    if not is_known:
         bad = next(token for token in input_ids.tolist() if not 0 <= token < options.vocab_size)
         return prompt.fail(
             f"token id {bad} is outside the model's vocabulary 0..{options.vocab_size - 1}; was it made with another "

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from hsray.chat import ChatOptions, check_template_kwargs
+from hsray.describe import describe
 from hsray.engine import MAX_REQUESTS_IN_FLIGHT, EngineName, check_engine_args
 from hsray.float8 import FLOAT8
 from hsray.layers import LayersSpec, resolve_layers
 from hsray.manifest import Identity
-from hsray.model import STORED_BYTES, ModelDescription, describe_model, tokenizer_digest
+from hsray.model import STORED_BYTES, ModelDescription
 from hsray.plan import PlanOptions
-from hsray.prompts import PromptOptions, load_chat_tokenizer
+from hsray.prompts import PromptOptions
 from hsray.shapes import check_columns
 from hsray.shard import codec
 
@@ -129,14 +130,21 @@ def settle(
     shard_bytes = _count("shard_bytes", shard_bytes)
     columns, template_kwargs = dict(columns or {}), dict(template_kwargs or {})
     check_columns(columns)
-    description = describe_model(model, dtype="auto" if dtype == FLOAT8 else dtype, trust_remote_code=trust_remote_code)
+    template = None if chat_template is None else _read_template(chat_template)
+    found = describe(
+        model,
+        dtype="auto" if dtype == FLOAT8 else dtype,
+        trust_remote_code=trust_remote_code,
+        chat_template=template,
+    )
+    description = found.model
     max_tokens = description.max_tokens if max_tokens is None else _count("max_tokens", max_tokens)
     if max_tokens > description.max_tokens:
         raise ValueError(f"max_tokens={max_tokens}; the model's context is {description.max_tokens}: give 1 up to that")
     prompts = PromptOptions(
         model=description.model,
         trust_remote_code=trust_remote_code,
-        chat_template=None if chat_template is None else _read_template(chat_template),
+        chat_template=template,
         columns=columns,
         chat=ChatOptions(template_kwargs=template_kwargs, train_on=train_on, rewritten_history=rewritten_history),
         vocab_size=description.vocab_size,
@@ -145,17 +153,14 @@ def settle(
         untrained=untrained,
         sort=sort,
     )
-    tokenizer = load_chat_tokenizer(
-        prompts.model, trust_remote_code=trust_remote_code, chat_template=prompts.chat_template
-    )
-    if tokenizer is None and chat_template is not None:
+    if not found.has_tokenizer and chat_template is not None:
         raise ValueError(f"chat_template={str(chat_template)!r}: the model's folder has no tokenizer; leave it out")
-    check_template_kwargs(tokenizer, template_kwargs)
+    check_template_kwargs(found.chat_template, template_kwargs)
     identity = Identity(
         model=description.model,
         config_digest=description.config_digest,
         weights_digest=description.weights_digest,
-        tokenizer_digest=tokenizer_digest(tokenizer),
+        tokenizer_digest=found.tokenizer_digest,
         num_layers=description.num_layers,
         hidden_size=description.hidden_size,
         layers=resolve_layers(layers, num_layers=description.num_layers),

@@ -31,6 +31,9 @@ Row = tuple[str | None, str, str | None]
 
 BATCH_ROWS = 1024
 
+#: Files that are read at one time.
+MIN_READERS, CORES_A_READER = 2, 8
+
 ROWS_SCHEMA = pa.schema([("source", pa.string()), ("row", pa.large_string()), ("error", pa.string())])
 
 #: Characters of a JSON array read at a time.
@@ -89,6 +92,7 @@ def _numbered_tables(dataset: Any) -> Iterator[pa.Table]:
 
 
 def _file_rows(patterns: list[str], storage_options: Mapping[str, Any] | None) -> "ray.data.Dataset":
+    import ray
     import ray.data
 
     files = [file for pattern in patterns for file in expand(pattern, storage_options)]
@@ -99,8 +103,15 @@ def _file_rows(patterns: list[str], storage_options: Mapping[str, Any] | None) -
             raise ValueError(f"the dataset names {file!r} twice; its prompts would be doubled: name each file once")
         seen.add(same)
     items = ray.data.from_items([{"path": path} for path in files], override_num_blocks=len(files))
+    # Beside the tokenizers, which take 15 times as long and need every core: a large file's reader lives as long as they do.
+    num_readers = max(MIN_READERS, int(ray.cluster_resources().get("CPU", 0)) // CORES_A_READER)
     return items.map_batches(
-        _read_files, fn_kwargs={"storage_options": storage_options}, batch_size=1, batch_format="pyarrow"
+        _read_files,
+        fn_kwargs={"storage_options": storage_options},
+        batch_size=1,
+        batch_format="pyarrow",
+        num_cpus=0,
+        compute=ray.data.TaskPoolStrategy(size=min(num_readers, len(files))),
     )
 
 

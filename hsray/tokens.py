@@ -69,14 +69,14 @@ def _by_bytes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]
     encodings = backend.encode_batch_fast(
         [item.text for item in rendered], add_special_tokens=rendered[0].add_special_tokens
     )
+    ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+    masks = _masks_by_bytes(ids, num_bytes, rendered)
     normalizer, found = backend.normalizer, []
-    for item, encoding in zip(rendered, encodings, strict=True):
-        input_ids = np.array(encoding.ids, np.int32)
-        loss_mask = None
+    for item, input_ids, loss_mask in zip(rendered, ids, masks, strict=True):
         if item.spans is None:
             loss_mask = np.ones(len(input_ids), bool)
-        elif normalizer is None or normalizer.normalize_str(item.text) == item.text:
-            loss_mask = _mask_by_bytes(num_bytes[input_ids], item.text, item.spans)
+        elif normalizer is not None and normalizer.normalize_str(item.text) != item.text:
+            loss_mask = None
         found.append(None if loss_mask is None else (input_ids, loss_mask))
     return found
 
@@ -123,17 +123,34 @@ def _token_bytes(tokenizer: "PreTrainedTokenizerBase") -> np.ndarray | None:
     return num_bytes
 
 
-def _mask_by_bytes(num_bytes_T: np.ndarray, text: str, spans: Iterable[Span]) -> np.ndarray | None:
-    """The mask, given how many bytes each token stands for; None where those are not the text's: the tokenizer lacks a byte,
-    adds a token of its own, or a special token takes spaces with it."""
-    ends_T, is_ascii = num_bytes_T.cumsum(), text.isascii()
-    if not len(ends_T) or ends_T[-1] != (len(text) if is_ascii else len(text.encode())):
-        return None
-    starts_T, loss_mask = ends_T - num_bytes_T, np.zeros(len(ends_T), bool)
-    for span in spans:
-        start, stop = span if is_ascii else (len(text[:at].encode()) for at in span)
-        loss_mask[ends_T.searchsorted(start, "right") : starts_T.searchsorted(stop, "left")] = True
-    return loss_mask
+def _masks_by_bytes(
+    ids: Sequence[np.ndarray], num_bytes: np.ndarray, rendered: Sequence[Rendered]
+) -> list[np.ndarray | None]:
+    """The masks of texts, given how many bytes each token id stands for; None where those are not the text's: the tokenizer
+    lacks a byte, adds a token of its own, or a special token takes spaces with it.
+
+    All texts are looked at as one of N tokens: numpy, called for each boundary of each text, would take longer than the rest.
+    """
+    bounds_N1 = np.concatenate([[0], num_bytes[np.concatenate(ids)].cumsum()])  # in bytes, of the tokens
+    tops = np.cumsum([len(ids_T) for ids_T in ids]).tolist()  # of the texts, in tokens
+    bottoms = [0, *tops[:-1]]
+    begins, ends = bounds_N1[bottoms].tolist(), bounds_N1[tops].tolist()
+    is_told, spans = [], []
+    for item, begin, end in zip(rendered, begins, ends, strict=True):
+        text, is_ascii = item.text, item.text.isascii()
+        is_told.append(begin < end and end - begin == (len(text) if is_ascii else len(text.encode())))
+        if is_told[-1]:
+            for span in item.spans or ():
+                start, stop = span if is_ascii else (len(text[:at].encode()) for at in span)
+                spans.append((begin + start, begin + stop))
+    mask_N = np.zeros(len(bounds_N1) - 1, bool)
+    if spans:
+        starts, stops = np.array(spans).T
+        firsts, lasts = bounds_N1[1:].searchsorted(starts, "right"), bounds_N1[:-1].searchsorted(stops, "left")
+        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+            mask_N[first:last] = True
+    cut = zip(is_told, bottoms, tops, strict=True)
+    return [mask_N[bottom:top] if told else None for told, bottom, top in cut]
 
 
 def _mask_by_offsets(offsets: Sequence[Span], spans: Iterable[Span]) -> np.ndarray:

@@ -102,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = alone(model, count, cores)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "conversations.jsonl"
-        ray.init(num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address="local", num_cpus=cores, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+        )
         start_s, _ = plan(model, path, 4 * BATCH_ROWS)
         plan_s, found = plan(model, path, count)
         driver_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000

@@ -1,0 +1,107 @@
+"""What a build must know of a model and its tokenizer beforehand, read where it does not stay in a driver's memory.
+
+Transformers brings PyTorch along: 750 MB of a driver that needs neither after a few seconds. So a process of its own reads
+them and says what it found, unless this one has Transformers in memory already.
+"""
+
+import builtins
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hsray.model import ModelDescription, describe_model, load_tokenizer, tokenizer_digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A model and its tokenizer."""
+
+    model: ModelDescription
+    has_tokenizer: bool
+    tokenizer_digest: str
+    """With the chat template that is used."""
+    chat_template: str
+    """All of its templates, one after another; empty if there is none."""
+
+
+def describe(model: str, *, dtype: str, trust_remote_code: bool, chat_template: str | None) -> Description:
+    """Reads a model's config and tokenizer.
+
+    Args:
+        chat_template: Jinja, in place of the tokenizer's own.
+
+    Raises:
+        FileNotFoundError, ValueError: as `hsray.model.describe_model` does, and what Transformers raises.
+    """
+    asked = {
+        "model": str(model),
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "chat_template": chat_template,
+    }
+    if "transformers" in sys.modules:
+        return _read(**asked)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-m", "hsray.describe"],
+        input=json.dumps(asked).encode(),
+        stdout=subprocess.PIPE,
+        env=environment,
+    )
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        raise RuntimeError(
+            f"model {model!r} could not be read: the process that read it ended with status {done.returncode}; its words are "
+            "above"
+        ) from None
+    if "error" in found:
+        kind = getattr(builtins, found["error"], None)
+        known = isinstance(kind, type) and issubclass(kind, (OSError, ValueError, ImportError))
+        raise kind(found["words"]) if known else RuntimeError(f"model {model!r}: {found['error']}: {found['words']}")
+    return Description(**{**found, "model": ModelDescription(**found["model"])})
+
+
+def load_chat_tokenizer(model: str, *, trust_remote_code: bool, chat_template: str | None) -> Any:
+    """The model's tokenizer (a Transformers `PreTrainedTokenizerBase`), with another chat template if one is given; None for a
+    model without a tokenizer."""
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    if tokenizer is not None and chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _read(*, model: str, dtype: str, trust_remote_code: bool, chat_template: str | None) -> Description:
+    description = describe_model(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    tokenizer = load_chat_tokenizer(description.model, trust_remote_code=trust_remote_code, chat_template=chat_template)
+    templates = getattr(tokenizer, "chat_template", None) or ""
+    return Description(
+        model=description,
+        has_tokenizer=tokenizer is not None,
+        tokenizer_digest=tokenizer_digest(tokenizer),
+        chat_template="\n".join(templates.values()) if isinstance(templates, dict) else templates,
+    )
+
+
+def main() -> None:
+    """Reads what is asked on stdin, and says what it found, or the error, on stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever asked says that it was interrupted
+    asked = json.load(sys.stdin)
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a model's own code, or a library, may print
+    try:
+        found = asdict(_read(**asked))
+    except Exception as error:
+        # A library's own error is told as what it is among Python's.
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+        found = {"error": kind.__name__, "words": str(error)}
+    json.dump(found, told)
+    told.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""A model and its tokenizer are read beside the driver, which says the same, and has neither PyTorch nor Transformers after."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hsray.describe import describe
+
+TEMPLATE = "{{ messages[0]['content'] }}"
+
+
+@pytest.fixture
+def elsewhere(monkeypatch) -> None:
+    """Has another process read it, as if this one had not loaded Transformers."""
+    monkeypatch.delitem(sys.modules, "transformers")
+
+
+def asked(folder: object, **changes: object) -> dict:
+    return {"model": str(folder), "dtype": "auto", "trust_remote_code": False, "chat_template": None} | changes
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "float16"}, {"chat_template": TEMPLATE}])
+def test_another_process_finds_what_this_one_does(demo_model, monkeypatch, changes):
+    here = describe(**asked(demo_model, **changes))
+    assert here.has_tokenizer
+    assert here.chat_template == TEMPLATE or not changes.get("chat_template")
+    monkeypatch.delitem(sys.modules, "transformers")
+    assert describe(**asked(demo_model, **changes)) == here
+
+
+def test_a_model_without_a_tokenizer_has_none_there_either(tiny_llama, elsewhere):
+    found = describe(**asked(tiny_llama))
+    assert (found.has_tokenizer, found.tokenizer_digest, found.chat_template) == (False, "no tokenizer", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"model": "/nowhere/at-all"}, FileNotFoundError, "is no folder here"),
+        ({"dtype": "int7"}, ValueError, "dtype 'int7' of model"),
+    ],
+)
+def test_an_error_of_the_other_process_is_raised_as_itself(tiny_llama, elsewhere, changes, kind, message):
+    with pytest.raises(kind, match=message):
+        describe(**asked(tiny_llama, **changes))
+
+
+def test_what_a_librarys_own_error_is_among_pythons_is_raised(tiny_llama, tmp_path, elsewhere):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(OSError, match="config.json"):
+        describe(**asked(tmp_path))
+
+
+def test_a_driver_that_plans_loads_neither_pytorch_nor_transformers(tiny_llama, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"input_ids": [1, 2, 3]}))
+    script = "import sys, hsray; hsray.estimate(sys.argv[1], model=sys.argv[2], layers=[0]); "
+    script += "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    command = [sys.executable, "-c", script, str(tmp_path / "prompts.jsonl"), str(tiny_llama)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["[]"]), done.stderr
