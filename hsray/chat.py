@@ -294,13 +294,14 @@ class _Chat:
 
 def _normalised(messages: Any) -> list[dict[str, Any]]:
     """Messages as templates expect them: texts as contents, objects as arguments, and nothing that is null."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+    if not isinstance(messages, (list, Sequence)) or isinstance(messages, str) or not messages:
         raise ValueError("'messages' must be a list of at least one {'role': .., 'content': ..}")
     return [_normalised_message(turn, message) for turn, message in enumerate(messages)]
 
 
 def _normalised_message(turn: int, message: Any) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+    # `dict` first: to look for a `Mapping` takes as long as the rest.
+    if not isinstance(message, (dict, Mapping)) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {turn} must be an object with a 'role'; found {message!r:.80}")
     place = f"message {turn} ({message['role']})"
     # Columns of a table have nulls where JSON has no key, and templates ask for keys.

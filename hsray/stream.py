@@ -59,6 +59,36 @@ class _Unit:
     order: np.ndarray
     """Of its prompts."""
 
+    def runs_on(self, prompt: int, token: int, num_tokens: int) -> bool:
+        """Whether so many tokens, from a prompt's token on, lie one after another in the row group's memory."""
+        row = int(self.order[prompt])
+        stop = int(self.group.ends[row]) + token + num_tokens
+        last = int(np.searchsorted(self.group.ends, stop)) - 1  # the row that has the last of them
+        followers = self.order[prompt : prompt + last - row + 1]
+        return last < len(self.group) and np.array_equal(followers, np.arange(row, last + 1))
+
+    def after(self, prompt: int, token: int, num_tokens: int) -> tuple[int, int]:
+        """The prompt and its token that come so many tokens, which lie one after another, after one."""
+        ends, row = self.group.ends, int(self.order[prompt])
+        stop = int(ends[row]) + token + num_tokens
+        there = int(np.searchsorted(ends, stop, "right")) - 1
+        return prompt + there - row, stop - int(ends[there])
+
+    def cut(self, prompt: int, token: int, num_tokens: int) -> dict[str, Any]:
+        """A batch of tokens that lie one after another: its states are views of the row group's."""
+        ends = self.group.ends
+        start = int(ends[self.order[prompt]]) + token
+        where = slice(start, start + num_tokens)
+        places_B = np.arange(start, start + num_tokens)
+        rows_B = np.searchsorted(ends, places_B, "right") - 1
+        return {
+            "input_ids": self.group.input_ids[None, where],
+            "loss_mask": self.group.loss_mask[None, where],
+            "document_ids": torch.from_numpy(self.first_prompt + rows_B)[None],
+            "position_ids": torch.from_numpy(places_B - ends[rows_B])[None],
+            "hidden_states": {layer: states_SD[None, where] for layer, states_SD in self.group.states.items()},
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
@@ -122,7 +152,8 @@ class PackedStream(IterableDataset):
 
     A batch is a dict: ``input_ids`` int64, ``loss_mask`` bool, ``document_ids`` int64 (which prompt of the dataset a token
     is of) and ``position_ids`` int64 (where in it), each [1, B], and ``hidden_states``, layer -> [1, B, D]. A prompt that
-    reaches over a batch's end goes on in the next; nothing is padded, and the last batch of a pass may be shorter.
+    reaches over a batch's end goes on in the next; nothing is padded, and the last batch of a pass may be shorter. A batch of
+    tokens that lie side by side in a row group is a view of its memory, and keeps that.
     """
 
     def __init__(self, share: Share, *, batch_tokens: int):
@@ -143,18 +174,22 @@ class PackedStream(IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         start = self._next
-        batch = _Batch(self._batch_tokens, self._memories if get_worker_info() else None)
+        memories = self._memories if get_worker_info() else None  # a worker's batches go where its consumer finds them
+        batch = _Batch(self._batch_tokens, memories)
         for unit in self._share.units(start):
-            resumed = (unit.position.block, unit.position.unit) == (start.block, start.unit)
-            for prompt in range(start.prompt if resumed else 0, len(unit.order)):
-                row = int(unit.order[prompt])
-                begin, end = map(int, unit.group.ends[row : row + 2])
-                at = begin + (start.token if resumed and prompt == start.prompt else 0)
-                while at < end:
-                    at += batch.add(unit, row, at)
-                    if batch.is_full:
-                        self._next = replace(unit.position, prompt=prompt, token=at - begin)
-                        yield batch.take()
+            prompt = token = 0
+            if (unit.position.block, unit.position.unit) == (start.block, start.unit):
+                prompt, token = start.prompt, start.token
+            while prompt < len(unit.order):
+                if memories is None and not batch.num_tokens and unit.runs_on(prompt, token, self._batch_tokens):
+                    given = unit.cut(prompt, token, self._batch_tokens)
+                    prompt, token = unit.after(prompt, token, self._batch_tokens)
+                else:
+                    prompt, token = unit.after(prompt, token, batch.add(unit, prompt, token))
+                    given = batch.take() if batch.is_full else None
+                if given is not None:
+                    self._next = replace(unit.position, prompt=prompt, token=token)
+                    yield given
         self._next = Position(epoch=start.epoch + 1)
         if batch.num_tokens:
             yield batch.take()
@@ -173,16 +208,16 @@ class _Batch:
     def is_full(self) -> bool:
         return self.num_tokens == self._batch_tokens
 
-    def add(self, unit: _Unit, row: int, at: int) -> int:
-        """Copies a prompt's tokens from row `at` of its row group on, as many as fit; how many they were."""
-        group = unit.group
+    def add(self, unit: _Unit, prompt: int, token: int) -> int:
+        """Copies a prompt's tokens from one of them on, as many as fit; how many they were."""
+        group, row = unit.group, int(unit.order[prompt])
         if not self.num_tokens:
             self._begin(group)
+        at = int(group.ends[row]) + token
         count = min(int(group.ends[row + 1]) - at, self._batch_tokens - self.num_tokens)
         here, there = slice(self.num_tokens, self.num_tokens + count), slice(at, at + count)
-        first = at - int(group.ends[row])
         self._rows["document_ids"][here] = unit.first_prompt + row
-        self._rows["position_ids"][here] = torch.arange(first, first + count)
+        self._rows["position_ids"][here] = torch.arange(token, token + count)
         for name, values_S in {"input_ids": group.input_ids, "loss_mask": group.loss_mask, **group.states}.items():
             self._rows[name][here] = values_S[there]
         self.num_tokens += count

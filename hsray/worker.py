@@ -285,7 +285,12 @@ def _died(times: int) -> str:
 
 
 def _use_all_cores() -> None:
-    """Ray sets one thread for each CPU an actor reserves; an engine without a GPU needs the machine's cores."""
+    """Ray sets one thread for each CPU an actor reserves; an engine without a GPU needs the machine's cores.
+
+    MKL may take fewer than it is told, by what each process makes of the machine (oneMKL Developer Guide, MKL_DYNAMIC), and the
+    last bits of a product depend on their number.
+    """
+    os.environ.setdefault("MKL_DYNAMIC", "FALSE")
     import torch
 
     if not torch.cuda.is_available():

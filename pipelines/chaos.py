@@ -30,7 +30,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import build
+import numpy as np
 import psutil
+import pyarrow.parquet as pq
 from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
@@ -65,6 +67,8 @@ class Run:
     repeated: list[int] = field(default_factory=list)
     """For each kill, the shards that what it killed had begun to capture and that were captured anew."""
     hung: bool = False
+    differences: list[str] = field(default_factory=list)
+    """From the undisturbed build."""
     elapsed_s: float = 0.0
 
 
@@ -201,11 +205,33 @@ class Chaos:
     def _judge(self, run: Run, out: Path, status: int) -> None:
         found = digests(out)
         run.identical = status == 0 and found == self._whole
+        differing = sorted(
+            name for name in found.keys() | self._whole.keys() if found.get(name) != self._whole.get(name)
+        )
+        run.differences = [f"status {status}"] * (status != 0) + [self._difference(name, out) for name in differing]
         run.lost = sum(found.get(name) != digest for name, digest in self._whole.items() if name.startswith("shards/"))
         events = [json.loads(line) for line in (out / EVENTS_NAME).read_text().splitlines()]
         captured = [event["shard"] for event in events if event["event"] == "receipt" and event["captured"]]
         run.doubled = len(captured) - len(set(captured))
         run.repeated = self._repeated(out, num_kills=len(run.kills))
+
+    def _difference(self, name: str, out: Path) -> str:
+        """What is the matter with a file; of a shard, by how much its states are others than the undisturbed build's."""
+        paths = [folder / name for folder in (self._folder / "whole", out)]
+        for path, which in zip(paths, ("only the disturbed", "only the undisturbed"), strict=True):
+            if not path.is_file():
+                return f"{name}: {which} build has it"
+        if not name.startswith("shards/"):
+            return f"{name}: its bytes differ"
+        whole, other = map(pq.read_table, paths)
+        equal = [column for column in whole.column_names if whole[column].equals(other[column])]
+        worst = 0.0
+        for column in set(whole.column_names) - set(equal):
+            if column.startswith("layer_"):
+                a, b = (np.frombuffer(b"".join(table[column].to_pylist()), np.float32) for table in (whole, other))
+                worst = max(worst, float(np.abs(a - b).max() / np.abs(a).max()))
+        differing = [column for column in whole.column_names if column not in equal]
+        return f"{name}: {', '.join(differing) or 'its metadata'} differ, states by up to {worst:.2g} of the largest"
 
     def _repeated(self, out: Path, num_kills: int) -> list[int]:
         """For each kill, the captures that its victims had begun and that were begun once more."""
@@ -309,6 +335,8 @@ def main() -> int:
                 runs.append(run := chaos.run(number))
                 verdict = "identical" if run.identical else "NOT IDENTICAL"
                 console.print(f"run {number}: {verdict} in {run.elapsed_s:.1f} s after {', '.join(run.kills)}")
+                for difference in run.differences:
+                    console.print(f"    {difference}")
                 if arguments.json:
                     arguments.json.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
         finally:
