@@ -2,20 +2,27 @@
 
 Everything else is real: prompts, plan, Ray, actors, Parquet files, manifest. The engine is put into the actors' process as
 that process starts. What the driver does for a shard should not grow with their number. With --nodes it measures how a build
-scales over nodes, simulated on this machine, each with an engine that takes --shard-s for a shard.
+scales over nodes, simulated on this machine, each with an engine that takes --shard-s for a shard. With --published it ends each
+build after so many shards, and says how long the first took to come.
 
     python pipelines/bench_driver.py --shards 1000 10000 100000
     python pipelines/bench_driver.py --shards 300 --nodes 1 4
+    python pipelines/bench_driver.py --shards 1000000 --published 1000
 """
 
 import argparse
 import json
 import os
+import resource
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import chdir, contextmanager, suppress
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +30,6 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-import torch
 from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +37,8 @@ from rich.table import Table
 import hsray
 import hsray.worker
 from hsray.engine import CaptureEngine, EngineOptions, ShardBuffer
+from hsray.events import NAME as EVENTS_NAME
+from hsray.report import BuildReport
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,6 +64,8 @@ class ZeroEngine(CaptureEngine):
     name, version = "zero", "0"
 
     def __init__(self, options: EngineOptions):
+        import torch  # in the actors alone: it would be half of the driver's memory
+
         num_bytes = options.buffer_tokens * options.bytes_per_token
         super().__init__(options, [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(options.num_buffers)])
 
@@ -92,25 +102,32 @@ def cluster_of(num_nodes: int, shard_s: float) -> Iterator[None]:
     cluster.shutdown()
 
 
-def measure(num_shards: int, num_nodes: int, shard_s: float) -> dict[str, float]:
-    """A build of so many shards, of a prompt of one token each: seconds, and the driver's CPU and memory."""
-    with tempfile.TemporaryDirectory(prefix="hsray-bench-") as name, cluster_of(num_nodes, shard_s):
-        folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(CONFIG))
+@contextmanager
+def build_of(num_shards: int, num_nodes: int, shard_s: float) -> Iterator[Callable[[], BuildReport]]:
+    """A build of so many shards, of a prompt of one token each, to be called; in ``out`` of the current folder."""
+    with tempfile.TemporaryDirectory(prefix="hsray-bench-") as name, chdir(name), cluster_of(num_nodes, shard_s):
+        Path("config.json").write_text(json.dumps(CONFIG))
         ids = pa.array([[number % 1000] for number in range(num_shards)], pa.list_(pa.int32()))
-        pq.write_table(pa.table({"input_ids": ids}), folder / "prompts.parquet")
-        driver = psutil.Process()
-        before, started, cpu_s = driver.memory_info().rss, time.monotonic(), sum(driver.cpu_times()[:2])
-        report = hsray.build(
-            str(folder / "prompts.parquet"),
-            model=str(folder),
+        pq.write_table(pa.table({"input_ids": ids}), "prompts.parquet")
+        yield partial(
+            hsray.build,
+            "prompts.parquet",
+            model=name,
             layers=[0],
-            out=folder / "out",
+            out=f"{name}/out",
             engine="transformers",
             engines=max(1, num_nodes),
             shard_bytes=1,
             progress=False,
         )
+
+
+def measure(num_shards: int, num_nodes: int, shard_s: float) -> dict[str, float]:
+    """A whole build: seconds, and the driver's CPU and memory."""
+    with build_of(num_shards, num_nodes, shard_s) as build:
+        driver = psutil.Process()
+        before, started, cpu_s = driver.memory_info().rss, time.monotonic(), sum(driver.cpu_times()[:2])
+        report = build()
         assert report.new_shards == num_shards
         return {
             "shards": num_shards,
@@ -121,6 +138,56 @@ def measure(num_shards: int, num_nodes: int, shard_s: float) -> dict[str, float]
             "driver_cpu_s": sum(driver.cpu_times()[:2]) - cpu_s,
             "driver_bytes": driver.memory_info().rss - before,
         }
+
+
+def measure_begin(num_shards: int, num_published: int) -> dict[str, float]:
+    """A build that is interrupted, as Ctrl-C does, once so many shards are published; then another, that finds the plan made.
+
+    For each the seconds from the call to the plan, from there to the first shard, and how long all of them took.
+    """
+    figures: dict[str, float] = {"shards": num_shards}
+    with build_of(num_shards, 0, 0.0) as build:
+        for name in ("", "resumed_"):
+            started, seen = time.time(), len(receipt_times())
+            watcher = threading.Thread(target=interrupt_after, args=(seen + num_published,), daemon=True)
+            watcher.start()
+            with suppress(KeyboardInterrupt):
+                build()
+            watcher.join()
+            begun_at, *published_at = build_times()[-1], *receipt_times()[seen:]
+            figures |= {
+                f"{name}plan_s": begun_at - started,
+                f"{name}first_s": published_at[0] - begun_at,
+                f"{name}rest_s": published_at[-1] - published_at[0],
+                f"{name}published": len(published_at),
+                f"{name}peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            }
+    return figures
+
+
+def interrupt_after(num_receipts: int) -> None:
+    """Interrupts this process once a build has logged so many receipts."""
+    while len(receipt_times()) < num_receipts:
+        time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def build_times() -> list[float]:
+    """When the builds in ``out`` had their plan, in seconds since the epoch."""
+    return times_of("build")
+
+
+def receipt_times() -> list[float]:
+    """When shards were published."""
+    return times_of("receipt")
+
+
+def times_of(event: str) -> list[float]:
+    log = Path("out") / EVENTS_NAME
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [
+        datetime.fromisoformat(json.loads(line)["time"]).timestamp() for line in lines if f'"event": "{event}"' in line
+    ]
 
 
 def show_shards(figures: Sequence[dict[str, float]], console: Console) -> None:
@@ -154,6 +221,19 @@ def show_nodes(figures: Sequence[dict[str, float]], console: Console) -> None:
     console.print(shown)
 
 
+def show_begins(figures: Sequence[dict[str, float]], console: Console) -> None:
+    """Two rows for each number of shards: the build that made the plan, and the one that found it."""
+    shown = Table(
+        "shards", "", "s to the plan", "s to the first shard", "s for the rest", "of so many", "driver's peak MB"
+    )
+    for figure in figures:
+        for name, what in (("", "planned"), ("resumed_", "resumed")):
+            cells = [f"{figure[f'{name}{part}']:.1f}" for part in ("plan_s", "first_s", "rest_s")]
+            cells += [f"{figure[f'{name}published']:,}", f"{figure[f'{name}peak_bytes'] / 1e6:,.0f}"]
+            shown.add_row(f"{figure['shards']:,}", what, *cells)
+    console.print(shown)
+
+
 def main() -> int:
     """Prints a table, and writes JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,14 +247,24 @@ def main() -> int:
         default=0.0,
         help="how long an engine takes for a shard (default: 0, or 1 with --nodes)",
     )
+    parser.add_argument("--published", type=int, help="end each build after so many shards, twice")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
+    if arguments.published:
+        figures = [measure_begin(num_shards, arguments.published) for num_shards in arguments.shards]
+        show_begins(figures, Console(width=120))
+        return write(figures, arguments.json)
     shard_s = arguments.shard_s or (1.0 if arguments.nodes else 0.0)
     each = [(num_shards, num_nodes) for num_shards in arguments.shards for num_nodes in arguments.nodes or [0]]
     figures = [measure(num_shards, num_nodes, shard_s) for num_shards, num_nodes in each]
     (show_nodes if arguments.nodes else show_shards)(figures, Console(width=120))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return write(figures, arguments.json)
+
+
+def write(figures: Sequence[dict[str, float]], path: Path | None) -> int:
+    """Writes JSON, if asked; the exit status."""
+    if path:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 
 

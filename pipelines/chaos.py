@@ -30,9 +30,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import build
-import numpy as np
 import psutil
 import pyarrow.parquet as pq
+import torch
 from ray.cluster_utils import Cluster
 from rich.console import Console
 from rich.table import Table
@@ -227,9 +227,11 @@ class Chaos:
         equal = [column for column in whole.column_names if whole[column].equals(other[column])]
         worst = 0.0
         for column in set(whole.column_names) - set(equal):
-            if column.startswith("layer_"):
-                a, b = (np.frombuffer(b"".join(table[column].to_pylist()), np.float32) for table in (whole, other))
-                worst = max(worst, float(np.abs(a - b).max() / np.abs(a).max()))
+            if stored := (whole.schema.field(column).metadata or {}).get(b"hsray.dtype"):
+                dtype = getattr(torch, stored.decode())
+                values = [b"".join(table[column].to_pylist()) for table in (whole, other)]
+                a, b = (torch.frombuffer(bytearray(value), dtype=dtype).float() for value in values)
+                worst = max(worst, float((a - b).abs().max() / a.abs().max()))
         differing = [column for column in whole.column_names if column not in equal]
         return f"{name}: {', '.join(differing) or 'its metadata'} differ, states by up to {worst:.2g} of the largest"
 

@@ -82,6 +82,18 @@ def build(model: Path, rows: list[dict], out: Path, **changes: object) -> "hsray
     return hsray.build(rows, **asked_of(model, out, **changes))
 
 
+def assert_holds(out: Path, rows: list[dict], model: Path) -> None:
+    """That a dataset has these prompts, in order, and of each what an engine computes that nothing has happened to."""
+    dataset = hsray.read(out)
+    assert [prompt["prompt_id"] for prompt in dataset] == [row["id"] for row in rows]
+    with open_engine("transformers", options_for(model, trust_remote_code=True)) as healthy:
+        for index, row in enumerate(rows):
+            alone = healthy.capture_alone(row["input_ids"])
+            for layer in (0, "final"):
+                assert torch.equal(dataset[index]["hidden_states"][layer], alone[layer])
+    assert hsray.check(out, deep=True, progress=False).ok
+
+
 def test_prompts_that_fail_are_left_out_and_listed_and_the_others_are_kept(ray_session, poisoned, tmp_path):
     rows = prompts_with(p3=EXITS, p4=RAISES, p5=NOT_FINITE, p8=RAISES)
     report = build(poisoned, rows, tmp_path / "out", on_failure="skip")
@@ -102,15 +114,7 @@ def test_prompts_that_fail_are_left_out_and_listed_and_the_others_are_kept(ray_s
     assert sorted(event["shard"] for event in events if event["event"] == "receipt") == list(range(6))
     assert [event["prompt_id"] for event in events if event["event"] == "drop"] == ["p3", "p4", "p5", "p8"]
     assert any(event["event"] == "retry" and event["shard"] == 1 and event["attempt"] == 1 for event in events)
-    dataset = hsray.read(tmp_path / "out")
-    kept = [row for row in rows if row["id"] not in ("p3", "p4", "p5", "p8")]
-    assert [dataset[index]["prompt_id"] for index in range(8)] == [row["id"] for row in kept]
-    with open_engine("transformers", options_for(poisoned, trust_remote_code=True)) as healthy:
-        for index, row in enumerate(kept):
-            alone = healthy.capture_alone(row["input_ids"])
-            for layer in (0, "final"):
-                assert torch.equal(dataset[index]["hidden_states"][layer], alone[layer])
-    assert hsray.check(tmp_path / "out", deep=True, progress=False).ok
+    assert_holds(tmp_path / "out", [row for row in rows if row["id"] not in ("p3", "p4", "p5", "p8")], poisoned)
     whole = files_of(tmp_path / "out")
     (tmp_path / "out/shards/000001.parquet").unlink()
     (tmp_path / "out/shards/000002.parquet").unlink()  # the one that holds nothing
@@ -163,13 +167,7 @@ def test_an_engine_that_leaks_memory_is_ended_and_its_shards_are_made_by_others(
     assert (done.returncode, "6 0" in done.stdout.splitlines()) == (0, True), done.stderr
     events = [json.loads(line) for line in (tmp_path / "out" / EVENTS_NAME).read_text().splitlines()]
     assert any(event["event"] in ("retry", "lost") for event in events)
-    dataset = hsray.read(tmp_path / "out")
-    with open_engine("transformers", options_for(poisoned, trust_remote_code=True)) as healthy:
-        for index, row in enumerate(rows):
-            alone = healthy.capture_alone(row["input_ids"])
-            for layer in (0, "final"):
-                assert torch.equal(dataset[index]["hidden_states"][layer], alone[layer])
-    assert hsray.check(tmp_path / "out", deep=True, progress=False).ok
+    assert_holds(tmp_path / "out", rows, poisoned)
 
 
 @pytest.mark.parametrize(

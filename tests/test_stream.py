@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import hsray
 from hsray.batch_memory import Memories, SharedBatch
+from tests.builds import files_of
 from tests.synthetic import LAYERS, assert_same, make_prompts, plan_prompts, publish_shard, write_dataset
 
 LENGTHS = [7, 1, 30, 2, 2, 80, 7, 7, 1, 40, 300, 5, 5, 5, 90, 11, 3, 64, 1, 1]
@@ -64,6 +65,20 @@ def test_in_order_every_token_follows_the_one_before(out, prompts, batch_tokens)
     for batch in batches:
         assert {values.shape[:2] for values in batch["hidden_states"].values()} == {batch["input_ids"].shape}
         assert_right(batch, prompts)
+
+
+def test_a_batch_that_lies_side_by_side_is_a_view_and_may_be_written_to(out, prompts):
+    before = files_of(out)
+    batches = list(hsray.read(out).stream(batch_tokens=5))
+    starts = [batch["hidden_states"][3].data_ptr() for batch in batches]
+    row_bytes = batches[0]["hidden_states"][3][0, :1].nbytes
+    assert starts[-10] == starts[-11] + 5 * row_bytes, "a prompt of 90 tokens"
+    for batch in batches[::2]:
+        batch["hidden_states"][3].zero_()
+        batch["input_ids"].zero_()
+    for batch in batches[1::2]:
+        assert_right(batch, prompts)
+    assert files_of(out) == before
 
 
 def test_shuffled_every_pass_has_every_token_once_in_another_order(out, prompts):
