@@ -4,7 +4,6 @@ Transformers brings PyTorch along: 750 MB of a driver that needs neither after a
 them and says what it found, unless this one has Transformers in memory already.
 """
 
-import builtins
 import json
 import os
 import signal
@@ -14,6 +13,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hsray.model import ModelDescription, describe_model, load_tokenizer, tokenizer_digest
+
+#: What the other process's error is here: the first of these that it is.
+KINDS = {
+    kind.__name__: kind
+    for kind in (FileNotFoundError, PermissionError, OSError, ModuleNotFoundError, ImportError, ValueError)
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,24 +50,18 @@ def describe(model: str, *, dtype: str, trust_remote_code: bool, chat_template: 
     }
     if "transformers" in sys.modules:
         return _read(**asked)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-m", "hsray.describe"],
-        input=json.dumps(asked).encode(),
-        stdout=subprocess.PIPE,
-        env=environment,
-    )
+    # It imports from where this process does, and from nowhere else: the folder it runs in may hold anything.
+    command = [sys.executable, "-c", "import sys; sys.path[:] = sys.argv[1:]; from hsray.describe import main; main()"]
+    done = subprocess.run([*command, *sys.path], input=json.dumps(asked).encode(), stdout=subprocess.PIPE)
     try:
         found = json.loads(done.stdout)
     except ValueError:
-        raise RuntimeError(
+        raise ValueError(
             f"model {model!r} could not be read: the process that read it ended with status {done.returncode}; its words are "
             "above"
         ) from None
     if "error" in found:
-        kind = getattr(builtins, found["error"], None)
-        known = isinstance(kind, type) and issubclass(kind, (OSError, ValueError, ImportError))
-        raise kind(found["words"]) if known else RuntimeError(f"model {model!r}: {found['error']}: {found['words']}")
+        raise KINDS[found["error"]](found["words"])
     return Description(**{**found, "model": ModelDescription(**found["model"])})
 
 
@@ -89,16 +88,17 @@ def _read(*, model: str, dtype: str, trust_remote_code: bool, chat_template: str
 
 def main() -> None:
     """Reads what is asked on stdin, and says what it found, or the error, on stdout."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever asked says that it was interrupted
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a word: whoever asked says that it was interrupted
     asked = json.load(sys.stdin)
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a model's own code, or a library, may print
     try:
         found = asdict(_read(**asked))
     except Exception as error:
-        # A library's own error is told as what it is among Python's.
-        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
-        found = {"error": kind.__name__, "words": str(error)}
+        name = next((name for name, kind in KINDS.items() if isinstance(error, kind)), None)
+        words = str(error) if name else f"model {asked['model']!r} could not be read: {type(error).__name__}: {error}"
+        found = {"error": name or "ValueError", "words": words}
     json.dump(found, told)
     told.close()
 

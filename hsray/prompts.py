@@ -191,7 +191,7 @@ def _list_array(values: Sequence[np.ndarray | None], kind: pa.DataType) -> pa.Li
     offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
     flat = np.concatenate([part for part in parts if len(part)] or [np.empty(0, kind.to_pandas_dtype())])
     return pa.ListArray.from_arrays(
-        pa.array(offsets), pa.array(flat, kind), mask=pa.array([value is None for value in values])
+        pa.array(offsets), pa.array(flat, kind), mask=pa.array([value is None for value in values], pa.bool_())
     )
 
 

@@ -98,7 +98,7 @@ class HiddenStates:
         States given as they are stored are views of the Arrow memory that was read: the prompt's row group.
         """
         shard, group, row = self._find(index)
-        return self.read_group(shard, group).prompt(row)
+        return self._group_at_hand(shard, group).prompt(row)
 
     def to_arrow(self, index: int) -> pa.Table:
         """One prompt as a table of one row, with the shard's columns: those of the layers wanted."""
@@ -198,18 +198,27 @@ class HiddenStates:
             return self._files[shard]
 
     def read_group(self, shard: int, group: int) -> "RowGroup":
-        """The prompts of a shard's row group, with the layers wanted; the last one read stays at hand."""
+        """The prompts of a shard's row group, with the layers wanted."""
         from hsray.row_group import RowGroup
 
+        return RowGroup(self.open_shard(shard).read(group, self._columns), self.layers, self._dtype)
+
+    def _group_at_hand(self, shard: int, group: int) -> "RowGroup":
+        """The row group, which stays at hand until another is asked for."""
         place, rows = self._last
         if place != (shard, group):
-            rows = RowGroup(self.open_shard(shard).read(group, self._columns), self.layers, self._dtype)
+            rows = self.read_group(shard, group)
             self._last = (shard, group), rows
         return rows
 
     def first_prompt(self, shard: int) -> int:
         """The index of a shard's first prompt."""
         return int(self._starts[self.shards.index(shard)])
+
+    @property
+    def file_format(self) -> str:
+        """Of its shards: ``"parquet"`` or ``"arrow"``."""
+        return self._manifest.identity.file_format
 
     @property
     def _columns(self) -> list[str]:

@@ -48,8 +48,9 @@ def _watch(pid: int) -> None:
             return
         timeout_s = float(said.split()[-1])
     if os.getppid() == pid:  # it lives; the number may be another's else
-        print(f"process {pid} stood still for {timeout_s:g} s and was killed", file=sys.stderr, flush=True)
         os.kill(pid, signal.SIGKILL)
+        with suppress(OSError):  # nobody may be left to read it
+            os.write(2, f"process {pid} stood still for {timeout_s:g} s and was killed\n".encode())
 
 
 if __name__ == "__main__":

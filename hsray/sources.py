@@ -6,6 +6,7 @@ Parquet, Arrow, and what `datasets.Dataset.save_to_disk` leaves; JSON may be com
 """
 
 import codecs
+import copy
 import io
 import json
 import os
@@ -63,6 +64,8 @@ def read_rows(dataset: Any, *, storage_options: Mapping[str, Any] | None = None)
 
     if isinstance(dataset, ray.data.Dataset):
         rows = dataset.map_batches(_dataset_rows, batch_format="pyarrow", zero_copy_batch=True)
+        # Of its own, or the settings would be the dataset's from then on; Ray has no public way.
+        rows._context = rows._logical_plan.context = copy.deepcopy(rows.context)
         # The dataset brings its own settings, which may drop a block that fails, and rows in any order.
         rows.context.execution_options.preserve_order = True
         rows.context.max_errored_blocks = 0

@@ -74,20 +74,19 @@ class Store:
         }
 
     def list_prefixes(self, folder: str, prefixes: Sequence[str]) -> dict[str, int]:
-        """The objects in a folder whose names begin with one of some prefixes: name -> bytes; by several threads where that helps.
+        """As `list`, of a folder most of whose names begin with one of some prefixes; others may be left out.
 
-        An object store lists a thousand names a request, and one request after the other.
+        An object store lists a thousand names a request, and one request after the other: each prefix has a thread.
         """
         if "prefix" not in inspect.signature(self._fs.find).parameters:
-            return {
-                name: num_bytes for name, num_bytes in self.list(folder).items() if name.startswith(tuple(prefixes))
-            }
+            return self.list(folder)
         self._fs.invalidate_cache()
         path = self.path(folder)
 
         def sizes(prefix: str) -> dict[str, int]:
             found = self._fs.find(f"{path}/", prefix=prefix, detail=True)
-            return {name.rsplit("/", 1)[-1]: entry["size"] for name, entry in found.items()}
+            names = {name[name.index(path) + len(path) + 1 :]: entry["size"] for name, entry in found.items()}
+            return {name.split("/")[0]: 0 if "/" in name else size for name, size in names.items()}
 
         with ThreadPoolExecutor(LIST_THREADS) as threads:
             return dict(item for part in threads.map(sizes, prefixes) for item in part.items())

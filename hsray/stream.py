@@ -175,13 +175,16 @@ class PackedStream(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         start = self._next
         memories = self._memories if get_worker_info() else None  # a worker's batches go where its consumer finds them
+        # What was read for this pass alone may be given away; an Arrow file's pages are all passes'.
+        is_own = memories is None and self._share.dataset.file_format == "parquet"
         batch = _Batch(self._batch_tokens, memories)
         for unit in self._share.units(start):
             prompt = token = 0
             if (unit.position.block, unit.position.unit) == (start.block, start.unit):
                 prompt, token = start.prompt, start.token
             while prompt < len(unit.order):
-                if memories is None and not batch.num_tokens and unit.runs_on(prompt, token, self._batch_tokens):
+                whole = is_own and not batch.num_tokens and unit.runs_on(prompt, token, self._batch_tokens)
+                if whole:
                     given = unit.cut(prompt, token, self._batch_tokens)
                     prompt, token = unit.after(prompt, token, self._batch_tokens)
                 else:

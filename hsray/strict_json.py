@@ -11,6 +11,8 @@ def load_json(text: str) -> Any:
         json.JSONDecodeError: it is no JSON.
         ValueError: an object has a key twice; it is named.
     """
+    if text.startswith("\ufeff"):
+        raise json.JSONDecodeError("a byte order mark, which is no part of it", text, 0)
     return _decode(text)
 
 

@@ -1,8 +1,10 @@
 """A model and its tokenizer are read beside the driver, which says the same, and has neither PyTorch nor Transformers after."""
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +53,21 @@ def test_what_a_librarys_own_error_is_among_pythons_is_raised(tiny_llama, tmp_pa
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(OSError, match="config.json"):
         describe(**asked(tmp_path))
+
+
+def test_an_error_that_cannot_be_made_of_words_is_what_it_is_a_kind_of(demo_model, tmp_path, elsewhere):
+    folder = shutil.copytree(demo_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="can't decode byte 0xff"):
+        describe(**asked(folder))
+
+
+def test_what_lies_in_the_current_folder_is_not_imported(tiny_llama, tmp_path, elsewhere, monkeypatch):
+    for name in ("random", "transformers", "hsray"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*filter(None, sys.path), str(Path(__file__).parents[1])])
+    assert not describe(**asked(tiny_llama)).has_tokenizer
 
 
 def test_a_driver_that_plans_loads_neither_pytorch_nor_transformers(tiny_llama, tmp_path):

@@ -162,6 +162,10 @@ def test_very_many_shards_are_listed_in_parts_by_their_names(options, monkeypatc
         store.publish(shard_name(shard), b"x" * num_bytes)
     assert published_shards(store, "parquet", num_planned=130) == published_shards(store, "parquet") == sizes
     assert published_shards(Store(f"{PREFIX}/none", options), "parquet", num_planned=130) == {}
+    store.publish("shards/000004.parquet/000005.parquet", b"x")
+    with pytest.raises(ManifestError, match=r"000004.parquet is empty"):
+        published_shards(store, "parquet", num_planned=130)
+    store.remove("shards/000004.parquet/000005.parquet")
     store.publish("shards/000007 copy.parquet", b"x")
     with pytest.raises(ManifestError, match="000007 copy.parquet is not of this dataset"):
         published_shards(store, "parquet", num_planned=130)

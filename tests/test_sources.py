@@ -1,5 +1,6 @@
 """Any dataset becomes the same rows in the same order, through Ray, each with the place it came from."""
 
+import copy
 import gzip
 import json
 import operator
@@ -139,6 +140,14 @@ class TestReadingRows:
         found = rows_of(read_rows(rows))
         assert [json.loads(row["row"]) for row in found] == rows
         assert [row["source"] for row in found] == [f"dataset[{number}]" for number in range(2500)]
+
+    def test_a_ray_datasets_own_settings_stay(self, options: PromptOptions):
+        from ray.data import from_items
+
+        dataset = from_items([{"input_ids": [1, 2, 3]}])
+        before = copy.deepcopy(dataset.context)
+        assert len(tokenize_rows(read_rows(dataset), options).take_all()) == 1
+        assert dataset.context == before
 
     def test_a_ray_datasets_rows(self):
         import ray.data

@@ -81,6 +81,22 @@ def test_a_batch_that_lies_side_by_side_is_a_view_and_may_be_written_to(out, pro
     assert files_of(out) == before
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("file_format", ["parquet", "arrow"])
+def test_what_is_written_to_a_batch_reaches_no_other_pass_nor_reader(tmp_path, prompts, file_format, shuffle):
+    write_dataset(prompts[:6], tmp_path, shard_tokens=200, file_format=file_format)
+    dataset = hsray.read(tmp_path)
+    stream = dataset.stream(batch_tokens=9, shuffle=shuffle)
+    for _ in range(3):
+        for batch in stream:
+            assert_right(batch, prompts)
+            batch["input_ids"][~batch["loss_mask"]] = -100
+            batch["loss_mask"].fill_(True)
+            batch["hidden_states"][3].zero_()
+            index = int(batch["document_ids"][0, 0])
+            assert_same(dataset[index], prompts[index])
+
+
 def test_shuffled_every_pass_has_every_token_once_in_another_order(out, prompts):
     stream = hsray.read(out).stream(batch_tokens=64, shuffle=True, seed=1)
     passes = [list(stream), list(stream)]
