@@ -15,12 +15,19 @@ from hsray.model import DTYPE_BYTES
 from hsray.plan import PlanOptions, write_plan
 from hsray.prompts import PROMPTS_SCHEMA
 from hsray.report import Receipt
-from hsray.shard import ShardPrompts, shard_schema, shard_table, stamped, write_table
+from hsray.shard import FileFormat, ShardPrompts, shard_schema, shard_table, stamped, write_table
 from hsray.store import Store
 
 
 def make_random_dataset(
-    out: Path, *, lengths: Sequence[int], layers: Sequence[Layer], num_layers: int, hidden_size: int, shard_bytes: int
+    out: Path,
+    *,
+    lengths: Sequence[int],
+    layers: Sequence[Layer],
+    num_layers: int,
+    hidden_size: int,
+    shard_bytes: int,
+    file_format: FileFormat = "parquet",
 ) -> None:
     """A complete dataset in bfloat16 of prompts of these lengths."""
     store = Store(out)
@@ -31,6 +38,7 @@ def make_random_dataset(
         num_layers=num_layers,
         hidden_size=hidden_size,
         shard_bytes=shard_bytes,
+        file_format=file_format,
     )
     digests = {}
     for prompts in planned_prompts(manifest, store):
@@ -48,6 +56,7 @@ def plan_random_dataset(
     num_layers: int,
     hidden_size: int,
     shard_bytes: int,
+    file_format: FileFormat = "parquet",
 ) -> Manifest:
     """The plan and the manifest of a dataset in bfloat16 of prompts of these lengths."""
     identity = Identity(
@@ -66,7 +75,7 @@ def plan_random_dataset(
         requests_in_flight=1,
         prefill_tokens=1,
         shard_bytes=shard_bytes,
-        file_format="parquet",
+        file_format=file_format,
         compression="none",
         max_tokens=max(lengths),
         too_long="error",
