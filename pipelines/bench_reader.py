@@ -143,9 +143,8 @@ def main() -> int:
         # A process for each: what one leaves in the allocators' hands makes the next one faster, or slower.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as process:
             names = list(runs(Path(folder)))
-            figures = dict(
-                zip(names, process.map(measure, [Path(folder)] * len(names), names, [num_bytes] * len(names)))
-            )
+            measured = process.map(measure, [Path(folder)] * len(names), names, [num_bytes] * len(names))
+            figures = dict(zip(names, measured, strict=True))
     shown = Table(f"{num_bytes / 1e9:.2f} GB of states, {os.cpu_count()} cores", *figures["whole shards"])
     for name, values in figures.items():
         shown.add_row(escape(name), *(f"{value:.2f}" for value in values.values()))
