@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hsray.model import ModelDescription, describe_model, load_tokenizer, tokenizer_digest
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 #: What the other process's error is here: the first of these that it is.
 KINDS = {
     kind.__name__: kind
@@ -65,9 +67,10 @@ def describe(model: str, *, dtype: str, trust_remote_code: bool, chat_template: 
     return Description(**{**found, "model": ModelDescription(**found["model"])})
 
 
-def load_chat_tokenizer(model: str, *, trust_remote_code: bool, chat_template: str | None) -> Any:
-    """The model's tokenizer (a Transformers `PreTrainedTokenizerBase`), with another chat template if one is given; None for a
-    model without a tokenizer."""
+def load_chat_tokenizer(
+    model: str, *, trust_remote_code: bool, chat_template: str | None
+) -> "PreTrainedTokenizerBase | None":
+    """The model's tokenizer, with another chat template if one is given; None for a model without a tokenizer."""
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     if tokenizer is not None and chat_template is not None:
         tokenizer.chat_template = chat_template
