@@ -103,7 +103,8 @@ def test_a_job_that_is_stopped_leaves_a_folder_that_the_next_resumes_and_says_so
     words, _ = job.communicate(timeout=LIMIT_S)
     assert "interrupted: saying the same again resumes the build" in words and "Job 'stopped' was stopped" in words
     assert not (out / LEASE_NAME).exists(), "it was killed before it gave the folder back"
-    published = {path: path.stat().st_ino for path in out.glob("shards/*")}
+    # A writer may have been ended in the midst of a file, whose part is swept later.
+    published = {path: path.stat().st_ino for path in out.glob("shards/[0-9]*")}
 
     again = submit(cluster, checkout, "again", **flags)
     words, _ = again.communicate(timeout=LIMIT_S)
