@@ -16,6 +16,7 @@ from hsray.model import ModelDescription, describe_model, load_tokenizer, tokeni
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 #: What the other process's error is here: the first of these that it is.
 KINDS = {
     kind.__name__: kind
@@ -104,7 +105,3 @@ def main() -> None:
         found = {"error": name or "ValueError", "words": words}
     json.dump(found, told)
     told.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -157,6 +157,8 @@ def preview(dataset: Any, *, count: int = 3, **keywords: Any) -> "list[Text]":
     Raises:
         PromptError: one of them cannot be used.
     """
+    import transformers  # noqa: F401 (it shows the tokens here; so no other process need load it to read the model)
+
     request, storage_options = _request(dataset, {"layers": ["final"], **keywords})
     tokenizer = load_chat_tokenizer(
         request.prompts.model,

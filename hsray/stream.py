@@ -193,8 +193,7 @@ class PackedStream(IterableDataset):
             if (unit.position.block, unit.position.unit) == (start.block, start.unit):
                 prompt, token = start.prompt, start.token
             while prompt < len(unit.order):
-                whole = is_own and not batch.num_tokens and unit.runs_on(prompt, token, self._batch_tokens)
-                if whole:
+                if is_own and not batch.num_tokens and unit.runs_on(prompt, token, self._batch_tokens):
                     given = unit.cut(prompt, token, self._batch_tokens)
                     prompt, token = unit.after(prompt, token, self._batch_tokens)
                 else:

@@ -213,7 +213,7 @@ class Chaos:
         events = [json.loads(line) for line in (out / EVENTS_NAME).read_text().splitlines()]
         captured = [event["shard"] for event in events if event["event"] == "receipt" and event["captured"]]
         run.doubled = len(captured) - len(set(captured))
-        run.repeated = self._repeated(out, num_kills=len(run.kills))
+        run.repeated = self._repeated(out)
 
     def _difference(self, name: str, out: Path) -> str:
         """What is the matter with a file; of a shard, by how much its states are others than the undisturbed build's."""
@@ -235,11 +235,11 @@ class Chaos:
         differing = [column for column in whole.column_names if column not in equal]
         return f"{name}: {', '.join(differing) or 'its metadata'} differ, states by up to {worst:.2g} of the largest"
 
-    def _repeated(self, out: Path, num_kills: int) -> list[int]:
+    def _repeated(self, out: Path) -> list[int]:
         """For each kill, the captures that its victims had begun and that were begun once more."""
         begun = begun_in(out)
         last = {shard: place for place, (shard, _) in enumerate(begun)}
-        repeated = [0] * num_kills
+        repeated = [0] * len(self._actors_before)
         for place, (shard, pid) in enumerate(begun):
             if place != last[shard]:  # its process was there before some kills, and not after the one that ended it
                 seen = [kill for kill, pids in enumerate(self._actors_before) if pid in pids]

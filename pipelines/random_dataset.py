@@ -5,6 +5,7 @@ Shapes: S tokens of a shard, D hidden size.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -19,31 +20,15 @@ from hsray.shard import FileFormat, ShardPrompts, shard_schema, shard_table, sta
 from hsray.store import Store
 
 
-def make_random_dataset(
-    out: Path,
-    *,
-    lengths: Sequence[int],
-    layers: Sequence[Layer],
-    num_layers: int,
-    hidden_size: int,
-    shard_bytes: int,
-    file_format: FileFormat = "parquet",
-) -> None:
-    """A complete dataset in bfloat16 of prompts of these lengths."""
+def make_random_dataset(out: Path, **planned: Any) -> None:
+    """A complete dataset of normally distributed states, planned as `plan_random_dataset` is told."""
     store = Store(out)
-    manifest = plan_random_dataset(
-        store,
-        lengths=lengths,
-        layers=layers,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        shard_bytes=shard_bytes,
-        file_format=file_format,
-    )
+    manifest = plan_random_dataset(store, **planned)
+    identity = manifest.identity
     digests = {}
     for prompts in planned_prompts(manifest, store):
-        shape = (int(prompts.ends[-1]), hidden_size)
-        states = {layer: torch.empty(shape, dtype=torch.bfloat16).normal_() for layer in layers}
+        shape = (int(prompts.ends[-1]), identity.hidden_size)
+        states = {layer: torch.empty(shape, dtype=torch.bfloat16).normal_() for layer in identity.layers}
         digests[prompts.shard] = publish_shard(store, manifest, prompts, states)
     complete(manifest, store, digests)
 
