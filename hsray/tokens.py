@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hsray.pieces import piece_encoder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -65,11 +67,14 @@ def _by_bytes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]
     num_bytes = _token_bytes(tokenizer) if rendered and tokenizer.is_fast else None
     if num_bytes is None:
         return [None] * len(rendered)
-    backend = tokenizer.backend_tokenizer
-    encodings = backend.encode_batch_fast(
-        [item.text for item in rendered], add_special_tokens=rendered[0].add_special_tokens
-    )
-    ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+    backend, add_special_tokens = tokenizer.backend_tokenizer, rendered[0].add_special_tokens
+    texts = [item.text for item in rendered]
+    encoder = None if add_special_tokens else piece_encoder(tokenizer)
+    if encoder is not None:
+        ids = encoder.encode(texts)
+    else:
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
     masks = _masks_by_bytes(ids, num_bytes, rendered)
     normalizer, found = backend.normalizer, []
     for item, input_ids, loss_mask in zip(rendered, ids, masks, strict=True):

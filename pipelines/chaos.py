@@ -325,15 +325,18 @@ def main() -> int:
     add("--kinds", nargs="+", default=KINDS, choices=KINDS, help="of kills (default: all)")
     add("--request-timeout-s", type=float, default=30.0, help="after which an engine hangs (default: 30)")
     add("--limit-s", type=float, default=600.0, help="a run that takes longer after its last kill hangs (default: 600)")
+    add("--within-s", type=float, default=float("inf"), help="begin no run after so many seconds (default: begin all)")
     add("--seed", type=int, default=0)
     add("--json", type=Path, help="also write what became of each run here")
     arguments = parser.parse_args()
-    console, runs = Console(width=130), []
+    console, runs, started = Console(width=130), [], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hsray-chaos-") as name:
         chaos = Chaos(arguments, Path(name))
         try:
             console.print(f"undisturbed: {chaos.undisturbed():.1f} s")
             for number in range(arguments.runs):
+                if time.monotonic() - started > arguments.within_s:
+                    break
                 runs.append(run := chaos.run(number))
                 verdict = "identical" if run.identical else "NOT IDENTICAL"
                 console.print(f"run {number}: {verdict} in {run.elapsed_s:.1f} s after {', '.join(run.kills)}")

@@ -24,6 +24,7 @@ ORDER = [
     "layers",
     "model",
     "describe",
+    "pieces",
     "tokens",
     "chat",
     "shapes",

@@ -32,6 +32,17 @@ def test_another_process_finds_what_this_one_does(demo_model, monkeypatch, chang
     assert describe(**asked(demo_model, **changes)) == here
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_config_is_the_same_with_pytorch_and_without(tiny_gemma, tmp_path, monkeypatch, dtype):
+    folder = shutil.copytree(tiny_gemma, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    here = describe(**asked(folder))
+    assert here.model.dtype == dtype
+    monkeypatch.delitem(sys.modules, "transformers")
+    assert describe(**asked(folder)) == here
+
+
 def test_a_model_without_a_tokenizer_has_none_there_either(tiny_llama, elsewhere):
     found = describe(**asked(tiny_llama))
     assert (found.has_tokenizer, found.tokenizer_digest, found.chat_template) == (False, "no tokenizer", "")
