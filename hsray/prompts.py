@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TOKENIZE_BATCH_ROWS = 256
 
 #: Of rows, in one block.
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 8 << 20
 
 PROMPTS_SCHEMA = pa.schema(
     [

@@ -16,9 +16,6 @@ from hsray.engine import EngineDied
 if TYPE_CHECKING:
     import ray.data
 
-#: Where words are left in Ray's own key-value store.
-NAMESPACE = b"hsray"
-
 #: Ray Data writes its own advice into a worker's exception, from here on.
 RAY_ADVICE = "\nFailed to apply UDF transform after"
 
@@ -141,29 +138,6 @@ def job_name() -> str:
 
     submitted = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("metadata", {})
     return submitted.get("job_submission_id") or ray.get_runtime_context().get_job_id()
-
-
-def attempt_number() -> int:
-    """How often Ray has tried the task that runs here before; each time the process died."""
-    from ray._private.worker import global_worker
-
-    return global_worker.core_worker.get_current_task_attempt_number()
-
-
-def leave_words(key: str, words: str) -> None:
-    """Leaves words in the cluster for whoever comes next; what is written to a log is on a node that may be gone."""
-    from ray.experimental.internal_kv import _internal_kv_put
-
-    _internal_kv_put(key.encode(), words.encode(), namespace=NAMESPACE)
-
-
-def words_left(key: str) -> str:
-    """The words that were left last, which are then gone; none if there are none."""
-    from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get
-
-    words = _internal_kv_get(key.encode(), namespace=NAMESPACE)
-    _internal_kv_del(key.encode(), namespace=NAMESPACE)
-    return (words or b"").decode()
 
 
 def _start_ray() -> None:

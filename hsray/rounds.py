@@ -35,6 +35,10 @@ GPU_WRITERS, CPU_WRITERS = 2, 1
 #: until the last has ended.
 MAX_TASKS = 10_000
 
+#: After which Ray gives an actor up, or a task. Nodes come and go in a long build, and while one goes Ray may send a task to it
+#: ten times; by itself Ray would never give up.
+MOST_RESTARTS = 100
+
 #: Files of the plan that are read at one time: one that the engines are given shards of, and the next.
 PLAN_READERS = 2
 
@@ -129,6 +133,7 @@ class Rounds:
         gets something done.
         """
         failed: dict[int, str] = {}
+        self._job = replace(self._job, turn=uuid.uuid4().hex)  # what failed before has as many attempts again
         while waiting := sorted(set(pending) - self._digests.keys() - failed.keys()):
             try:
                 for row in self._rows(CaptureWorker, waiting, apart=apart):
@@ -245,9 +250,9 @@ class Rounds:
                     batch_format="pyarrow",
                     num_cpus=pool.cpus_each,
                     num_gpus=pool.gpus_each,
-                    # A task gives up by itself before Ray does; an actor's deaths may be several shards' doing.
-                    max_restarts=2 * job.max_attempts,
-                    max_task_retries=2 * job.max_attempts,
+                    # A task gives up by itself, and so does an actor that cannot start (`hsray.attempts`).
+                    max_restarts=MOST_RESTARTS,
+                    max_task_retries=MOST_RESTARTS,
                     ray_remote_args_fn=lambda: names.append(f"hsray-{uuid.uuid4().hex}") or {"name": names[-1]},
                     compute=ray.data.ActorPoolStrategy(
                         min_size=pool.fewest,

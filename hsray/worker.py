@@ -5,7 +5,8 @@ others write what they captured, and the engine's memory bounds how many there a
 not made again.
 
 An engine that is gone takes its process with it, once what was captured is published and its last words are left. Ray
-starts the actor anew, perhaps on another node, and its tasks again; each task counts how often, and gives up in time.
+starts the actor anew, perhaps on another node, and its tasks again; how often each was begun is counted, and a task gives up
+in time.
 """
 
 import os
@@ -20,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import pyarrow as pa
 
+from hsray.attempts import actor_id, begin_attempt, forget_attempts, leave_words, past_attempts
 from hsray.engine import CaptureError, EngineDied, EngineName, EngineOptions, ShardBuffer, open_engine
 from hsray.layers import Layer
 from hsray.plan import shard_name
-from hsray.raydata import attempt_number, leave_words, words_left
 from hsray.report import Receipt, Verdict
 from hsray.sentinel import Sentinel
 from hsray.shard import FileFormat, ShardError, ShardPrompts, shard_table, stamped, write_table
@@ -52,6 +53,8 @@ class CaptureJob:
     max_attempts: int
     """How often a shard, or a prompt alone, is tried before its process's deaths are put down to it."""
     on_failure: Literal["stop", "skip"]
+    turn: str = ""
+    """What keeps its attempts apart from another job's."""
 
 
 #: How long a process whose engine is gone waits for its writers.
@@ -76,12 +79,20 @@ class CaptureWorker:
         self._leaving = threading.Lock()
         self._asked: dict[str, float] = {}  # what the engine is at work on, and since when
         self._not_started: Exception | None = None
+        # Raised by the first call: of a constructor that fails, Ray reports a dead actor and a page of its own; and one that
+        # dies it would start for ever.
+        starts = f"{job.turn}/start/{actor_id()}"
+        died = past_attempts(starts).begun
+        if died >= job.max_attempts:
+            self._not_started = EngineDied(_died(died, "it started"))
+            return
+        begin_attempt(starts)
         try:
             self._engine = open_engine(job.engine, job.options)
         except Exception as error:
-            # Raised by the first call: of a constructor that fails, Ray reports a dead actor and a page of its own.
             self._not_started = error
             return
+        forget_attempts(starts)
         versions = {b"hsray.engine_version": self._engine.version.encode()}
         self._schema = job.schema.with_metadata({**job.schema.metadata, **versions})
         self._engine_start_s = time.monotonic() - started
@@ -102,7 +113,8 @@ class CaptureWorker:
             raise EngineDied(words) from self._not_started
 
     def _make(self, prompts: ShardPrompts) -> Receipt:
-        attempt, key = attempt_number(), self._key(prompts.shard)
+        key = self._key(prompts.shard)
+        before = past_attempts(key)
         receipt = Receipt(
             shard=prompts.shard,
             prompts=len(prompts.prompt_ids),
@@ -112,25 +124,28 @@ class CaptureWorker:
             first_request_s=self._engine.first_request_s,
             started_at=time.time(),
             published_at=time.time(),
-            attempt=attempt,
-            earlier=words_left(key) if attempt else "",
+            attempt=before.begun,
+            earlier=before.words,
         )
         if self._store.exists(shard_name(prompts.shard, self._job.file_format)):
             return replace(receipt, digest=check_shard(self._store, self._expected(receipt)))
-        if attempt >= self._job.max_attempts:
-            return replace(receipt, failure=receipt.earlier or _died(attempt))
+        if before.begun >= self._job.max_attempts:
+            return replace(receipt, failure=before.words or _died(before.begun, "it was there"))
         try:
-            return self._capture_and_publish(prompts, receipt)
+            receipt = self._capture_and_publish(prompts, receipt)
         except EngineDied as error:
             self._leave(key, error)
         except (CaptureError, ShardError) as error:
             if self._job.on_failure == "stop":
                 raise
-            return replace(receipt, failure=str(error))
+            receipt = replace(receipt, failure=str(error))
+        forget_attempts(key)
+        return receipt
 
     @contextmanager
     def _asking(self, key: str) -> Iterator[None]:
-        """Watched while it lasts: the engine must answer."""
+        """Counted, and watched while it lasts: the engine must answer."""
+        begin_attempt(key)
         self._asked[key] = time.monotonic()
         try:
             yield
@@ -149,7 +164,7 @@ class CaptureWorker:
                     self._leave(key, EngineDied(words))
 
     def _key(self, *what: int) -> str:
-        return "/".join(map(str, (self._job.identity_digest, *what)))
+        return "/".join(map(str, (self._job.turn, *what)))
 
     def _leave(self, key: str, error: EngineDied) -> NoReturn:
         """Ends this process, whose engine is gone, so that Ray starts another."""
@@ -245,12 +260,14 @@ class ProbeWorker(CaptureWorker):
             yield pa.Table.from_pylist([asdict(self._try(ShardPrompts.from_plan(plan, row).alone(place), place))])
 
     def _try(self, prompts: ShardPrompts, place: int) -> Verdict:
-        attempt, key = attempt_number(), self._key(prompts.shard, place)
-        failure = words_left(key) if attempt else ""
-        if not failure and attempt >= self._job.max_attempts:
-            failure = _died(attempt)
+        key = self._key(prompts.shard, place)
+        before = past_attempts(key)
+        failure = before.words
+        if not failure and before.begun >= self._job.max_attempts:
+            failure = _died(before.begun, "it was there")
         if not failure:
             failure = self._failure(prompts, key)
+        forget_attempts(key)
         return Verdict(
             shard=prompts.shard,
             place=place,
@@ -277,10 +294,10 @@ class ProbeWorker(CaptureWorker):
         return ""
 
 
-def _died(times: int) -> str:
+def _died(times: int, when: str) -> str:
     return (
-        f"the engine's process died {times} times while it was there, without a word; out of memory is the usual cause (the "
-        "kernel's log says so), or it stood still for request_timeout_s (the worker's log says so)"
+        f"the engine's process died {times} times while {when}, without a word; out of memory is the usual cause (the kernel's "
+        "log says so), or it stood still for request_timeout_s (the worker's log says so)"
     )
 
 

@@ -66,6 +66,10 @@ class Run:
     """Shards that were captured and published twice."""
     repeated: list[int] = field(default_factory=list)
     """For each kill, the shards that what it killed had begun to capture and that were captured anew."""
+    set_aside: int = 0
+    """Shards that were suspected of killing their engines, and of which each prompt was tried alone."""
+    cut_short: int = 0
+    """Rounds that Ray ended for the death of one actor, so that all had to start anew."""
     hung: bool = False
     differences: list[str] = field(default_factory=list)
     """From the undisturbed build."""
@@ -213,6 +217,8 @@ class Chaos:
         events = [json.loads(line) for line in (out / EVENTS_NAME).read_text().splitlines()]
         captured = [event["shard"] for event in events if event["event"] == "receipt" and event["captured"]]
         run.doubled = len(captured) - len(set(captured))
+        run.set_aside = sum(event["event"] == "failed" for event in events)
+        run.cut_short = sum(event["event"] == "lost" for event in events)
         run.repeated = self._repeated(out)
 
     def _difference(self, name: str, out: Path) -> str:
@@ -271,7 +277,8 @@ def leave_a_trail() -> None:
 
     def asking_and_telling(self: hsray.worker.CaptureWorker, key: str) -> AbstractContextManager[None]:
         with open(os.environ[TRAIL], "a") as trail:
-            trail.write(f"{key} {os.getpid()}\n")
+            _, shard = key.split("/", maxsplit=1)  # after what tells this driver's attempts from another's
+            trail.write(f"{shard} {os.getpid()}\n")
         return asking(self, key)
 
     hsray.worker.CaptureWorker._asking = asking_and_telling
@@ -290,17 +297,23 @@ def digests(out: Path) -> dict[str, str]:
 
 def table_of(runs: Sequence[Run]) -> Table:
     """A line for the runs with each kind of kill, and one for all."""
-    shown = Table(
-        "killed", "kills", "runs", "identical", "shards lost", "captured twice", "hangs", "begun again", "most"
-    )
+    sums = {
+        "identical": "identical",
+        "shards lost": "lost",
+        "captured twice": "doubled",
+        "set aside": "set_aside",
+        "rounds cut": "cut_short",
+        "hangs": "hung",
+    }
+    shown = Table("killed", "kills", "runs", *sums, "begun again", "most")
     for kind in (*KINDS, "all"):
         hit = [run for run in runs if kind == "all" or kind in run.kills]
-        sums = [sum(getattr(run, name) for run in hit) for name in ("identical", "lost", "doubled", "hung")]
+        counts = [sum(getattr(run, name) for run in hit) for name in sums.values()]
         again = [
             shards for run in hit for name, shards in zip(run.kills, run.repeated, strict=True) if kind in ("all", name)
         ]
         mean = f"{sum(again) / max(1, len(again)):.2f}"
-        shown.add_row(kind, *map(str, (len(again), len(hit), *sums, mean, max(again, default=0))))
+        shown.add_row(kind, *map(str, (len(again), len(hit), *counts, mean, max(again, default=0))))
     shown.caption = (
         "begun again: shards a kill whose capture was begun and then begun once more; the mean, and the most"
     )

@@ -39,6 +39,7 @@ ORDER = [
     "containers",
     "shard_file",
     "manifest",
+    "attempts",
     "lease",
     "engine",
     "request",
@@ -130,6 +131,7 @@ def test_imports_between_our_modules_point_one_way(name):
 def test_only_the_pipeline_and_what_reads_prompts_or_whole_datasets_knows_ray():
     users = {name for name, tree in MODULES.items() if "ray" in packages_of(tree, everywhere=True)}
     assert users == {
+        "attempts",
         "audit",
         "converter",
         "raydata",

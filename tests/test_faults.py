@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -24,6 +25,9 @@ from tests.reference import options_for
 #: What becomes of a model that meets one of these tokens.
 EXITS, HANGS, RAISES, NOT_FINITE, FREEZES, LEAKS = range(901, 907)
 
+#: A model that is loaded with this in its environment dies of it.
+DIES_AT_START = "HSRAY_TEST_DIES_AT_START"
+
 MODELING = f"""
 import ctypes, os, time
 import numpy as np
@@ -32,6 +36,13 @@ from transformers import LlamaForCausalLM
 leaked = []
 
 class PoisonedLlama(LlamaForCausalLM):
+    def __init__(self, config):
+        if "{DIES_AT_START}" in os.environ:
+            with open(os.environ["{DIES_AT_START}"], "a") as deaths:
+                deaths.write("dead\\n")
+            os._exit(1)
+        super().__init__(config)
+
     def get_decoder(self):
         self.model.register_forward_pre_hook(poison, with_kwargs=True)
         return self.model
@@ -144,6 +155,26 @@ def test_a_prompt_that_makes_the_whole_process_stand_still_is_left_out_and_the_o
     assert (listed["source"], listed["prompt_id"]) == ("shards/000003.parquet", "p7")
     assert "it stood still for request_timeout_s" in listed["reason"]
     assert hsray.check(tmp_path / "out", deep=True, progress=False).ok
+
+
+STARTING = """
+import json, sys
+import ray, hsray
+
+ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+hsray.build(**json.loads(sys.argv[1]))
+"""
+
+
+def test_an_engine_whose_process_dies_at_its_start_is_tried_so_often_and_no_more(poisoned, tmp_path):
+    asked = asked_of(poisoned, tmp_path / "out", max_attempts=2)
+    command = [sys.executable, "-c", STARTING, json.dumps({"dataset": prompts_with(), **asked}, default=str)]
+    environment = {**os.environ, DIES_AT_START: str(tmp_path / "deaths")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 1
+    words = "the engine did not start: EngineDied: the engine's process died 2 times while it started, without a word"
+    assert words in done.stderr
+    assert (tmp_path / "deaths").read_text() == "dead\n" * 2
 
 
 LIMITED = """
