@@ -3,7 +3,9 @@
     python pipelines/bench_reader.py --folder /scratch --json reader.json
 
 It makes a dataset of random states without an engine: 4 layers of width 4,096 in bfloat16, prompts of 128 to 4,096 tokens. Each
-thing read is kept until the next is there, as a loop over it keeps it. Each way has a process of its own, and its best pass counts.
+thing read is kept until the next is there, as a loop over it keeps it. Each way has some passes in each of some processes of its
+own, which take turns with the other ways'; the middle one of all its passes counts, and the slowest and the fastest are shown. One
+process's passes are alike: whether an allocator has pages at hand for what is read makes one twice as fast as another.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -38,7 +41,7 @@ HIDDEN_SIZE = 4096
 TOKEN_BYTES = len(LAYERS) * HIDDEN_SIZE * 2
 SHARD_BYTES = 256 << 20
 BATCH_TOKENS = 2048
-TURNS = 5
+PROCESSES, PASSES = 5, 5
 
 #: The kernel counts CPU time in these.
 TICK_S = 0.01
@@ -119,18 +122,38 @@ def runs(folder: Path) -> dict[str, Callable[[], Iterator]]:
     }
 
 
-def measure(folder: Path, name: str, num_bytes: int) -> dict[str, float]:
-    """The best of some passes, of this process's time and of its CPU time."""
+def measure(folder: Path, name: str, num_bytes: int) -> list[tuple[float, float]]:
+    """Of each of some passes, GB/s of this process's time and of its CPU time."""
     torch.set_num_threads(1)
-    run, best = runs(folder)[name], {"GB/s": 0.0, "GB/s of CPU time": 0.0}
-    for _ in range(TURNS):
+    run, rates = runs(folder)[name], []
+    for _ in range(PASSES):
         passed = run()  # starts the workers, if there are any
         started, cpu = time.monotonic(), cpu_seconds()
         for _kept in passed:
             pass
-        took = {"GB/s": time.monotonic() - started, "GB/s of CPU time": cpu_seconds() - cpu}
-        best = {unit: max(best[unit], num_bytes / max(took_s, TICK_S) / 1e9) for unit, took_s in took.items()}
-    return best
+        took = time.monotonic() - started, cpu_seconds() - cpu
+        rates.append(tuple(num_bytes / max(took_s, TICK_S) / 1e9 for took_s in took))
+    return rates
+
+
+def measure_in_turn(folder: Path, num_bytes: int) -> dict[str, dict[str, float]]:
+    """The figures of each way, by name."""
+    names, rates = list(runs(folder)), defaultdict(list)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as process:
+        for _ in range(PROCESSES):
+            measured = process.map(measure, [folder] * len(names), names, [num_bytes] * len(names))
+            for name, passes in zip(names, measured, strict=True):
+                rates[name] += passes
+    figures = {}
+    for name, passes in rates.items():
+        wall, cpu = np.array(passes).T
+        figures[name] = {
+            "GB/s": float(np.median(wall)),
+            "slowest": float(wall.min()),
+            "fastest": float(wall.max()),
+            "GB/s of CPU time": float(np.median(cpu)),
+        }
+    return figures
 
 
 def main() -> int:
@@ -143,11 +166,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hsray-bench-", dir=arguments.folder) as folder:
         num_bytes = make_dataset(Path(folder), int(arguments.bytes), arguments.file_format) * TOKEN_BYTES
-        # A process for each: what one leaves in the allocators' hands makes the next one faster, or slower.
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as process:
-            names = list(runs(Path(folder)))
-            measured = process.map(measure, [Path(folder)] * len(names), names, [num_bytes] * len(names))
-            figures = dict(zip(names, measured, strict=True))
+        figures = measure_in_turn(Path(folder), num_bytes)
     shown = Table(f"{num_bytes / 1e9:.2f} GB of states, {os.cpu_count()} cores", *figures["whole shards"])
     for name, values in figures.items():
         shown.add_row(escape(name), *(f"{value:.2f}" for value in values.values()))

@@ -231,15 +231,19 @@ class Chaos:
             return f"{name}: its bytes differ"
         whole, other = map(pq.read_table, paths)
         equal = [column for column in whole.column_names if whole[column].equals(other[column])]
-        worst = 0.0
+        worst, prompts, values = 0.0, set(), 0
         for column in set(whole.column_names) - set(equal):
             if stored := (whole.schema.field(column).metadata or {}).get(b"hsray.dtype"):
                 dtype = getattr(torch, stored.decode())
-                values = [b"".join(table[column].to_pylist()) for table in (whole, other)]
-                a, b = (torch.frombuffer(bytearray(value), dtype=dtype).float() for value in values)
-                worst = max(worst, float((a - b).abs().max() / a.abs().max()))
-        differing = [column for column in whole.column_names if column not in equal]
-        return f"{name}: {', '.join(differing) or 'its metadata'} differ, states by up to {worst:.2g} of the largest"
+                for row, pair in enumerate(zip(whole[column].to_pylist(), other[column].to_pylist(), strict=True)):
+                    a, b = (torch.frombuffer(bytearray(value), dtype=dtype).float() for value in pair)
+                    if differing := int((a != b).sum()):
+                        prompts.add(row)
+                        values += differing
+                        worst = max(worst, float((a - b).abs().max() / a.abs().max()))
+        columns = ", ".join(column for column in whole.column_names if column not in equal) or "its metadata"
+        by = f"{values} numbers by up to {worst:.2g} of the largest, in {len(prompts)} of {len(whole)} prompts"
+        return f"{name}: {columns} differ; {by}"
 
     def _repeated(self, out: Path) -> list[int]:
         """For each kill, the captures that its victims had begun and that were begun once more."""
