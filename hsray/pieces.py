@@ -57,7 +57,9 @@ class PieceEncoder:
         self._separator, self._separator_id = next(iter(special.items()))
         longest_first = sorted(special, key=len, reverse=True)
         self._cut_special = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
-        self._known: dict[str, list[int]] = {}
+        self._known: dict[
+            str, bytes
+        ] = {}  # int32; lists of numbers Python would walk through again and again for garbage
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Each text's token ids, int32 [T]."""
@@ -65,32 +67,28 @@ class PieceEncoder:
         pieces_of = [[piece for part in self._cut_special(text) for piece in cut_words(part)] for text in texts]
         if len(known) > MOST_PIECES or not known:
             known.clear()
-            known.update({"": [], **{content: [token_id] for content, token_id in self._special.items()}})
+            special = {content: np.int32(token_id).tobytes() for content, token_id in self._special.items()}
+            known.update({"": b"", **special})
         new = [piece for piece in set().union(*pieces_of) if piece not in known]
         known.update(zip(new, self._encode_new(new), strict=True))
-        ids: list[int] = []
-        ends = [0]
-        for pieces in pieces_of:
-            for piece in pieces:
-                ids += known[piece]
-            ends.append(len(ids))
+        ids_of = known.__getitem__
+        found = [np.frombuffer(bytearray().join(map(ids_of, pieces)), np.int32) for pieces in pieces_of]
         for piece in new:
             if len(piece) > MOST_CHARACTERS:  # it will hardly come again
                 del known[piece]
-        flat = np.array(ids, np.int32)
-        return [flat[start:stop] for start, stop in zip(ends[:-1], ends[1:], strict=True)]
+        return found
 
-    def _encode_new(self, pieces: Sequence[str]) -> list[list[int]]:
+    def _encode_new(self, pieces: Sequence[str]) -> list[bytes]:
         groups = [pieces[at : at + JOINED_PIECES] for at in range(0, len(pieces), JOINED_PIECES)]
         texts = [self._separator.join(group) for group in groups]
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         found = []
-        for group, encoding in zip(
-            groups, self._backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
-        ):
-            ids = encoding.ids
-            stops = [at for at, token_id in enumerate(ids) if token_id == self._separator_id] + [len(ids)]
+        for group, encoding in zip(groups, encodings, strict=True):
+            ids_T = np.array(encoding.ids, np.int32)
+            stops = [*np.flatnonzero(ids_T == self._separator_id).tolist(), len(ids_T)]
             starts = [0, *(stop + 1 for stop in stops[:-1])]
-            found += [ids[start:stop] for _, start, stop in zip(group, starts, stops, strict=True)]
+            data, width = ids_T.tobytes(), ids_T.itemsize
+            found += [data[start * width : stop * width] for _, start, stop in zip(group, starts, stops, strict=True)]
         return found
 
 
