@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +55,7 @@ def describe(model: str, *, dtype: str, trust_remote_code: bool, chat_template: 
     if "transformers" in sys.modules:
         return _read(**asked)
     found = _ask_another_process(asked | {"with_torch": trust_remote_code})
-    if (
-        "error" in found and not trust_remote_code
-    ):  # a model's own code may need PyTorch, and so may Transformers somewhere
+    if "error" in found and not trust_remote_code:  # something in Transformers may need PyTorch for this one
         found = _ask_another_process(asked | {"with_torch": True})
     if "error" in found:
         raise KINDS[found["error"]](found["words"])
@@ -115,5 +114,6 @@ def main() -> None:
         name = next((name for name, kind in KINDS.items() if isinstance(error, kind)), None)
         words = str(error) if name else f"model {asked['model']!r} could not be read: {type(error).__name__}: {error}"
         found = {"error": name or "ValueError", "words": words}
-    json.dump(found, told)
-    told.close()
+    with suppress(BrokenPipeError):  # whoever asked is gone
+        json.dump(found, told)
+        told.close()

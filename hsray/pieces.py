@@ -57,9 +57,8 @@ class PieceEncoder:
         self._separator, self._separator_id = next(iter(special.items()))
         longest_first = sorted(special, key=len, reverse=True)
         self._cut_special = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
-        self._known: dict[
-            str, bytes
-        ] = {}  # int32; lists of numbers Python would walk through again and again for garbage
+        # As int32: lists of numbers Python would walk through, again and again, in search of garbage.
+        self._known: dict[str, bytes] = {}
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Each text's token ids, int32 [T]."""
