@@ -35,9 +35,8 @@ GPU_WRITERS, CPU_WRITERS = 2, 1
 #: until the last has ended.
 MAX_TASKS = 10_000
 
-#: After which Ray gives an actor up, or a task. Nodes come and go in a long build, and while one goes Ray may send a task to it
-#: ten times; by itself Ray would never give up.
-MOST_RESTARTS = 100
+#: After which Ray gives a task up: by itself it never would. While a node goes it may send one there ten times.
+MOST_RETRIES = 100
 
 #: Files of the plan that are read at one time: one that the engines are given shards of, and the next.
 PLAN_READERS = 2
@@ -250,9 +249,10 @@ class Rounds:
                     batch_format="pyarrow",
                     num_cpus=pool.cpus_each,
                     num_gpus=pool.gpus_each,
-                    # A task gives up by itself, and so does an actor that cannot start (`hsray.attempts`).
-                    max_restarts=MOST_RESTARTS,
-                    max_task_retries=MOST_RESTARTS,
+                    # A task gives up by itself before Ray does, as does an engine that cannot start (`hsray.attempts`); an
+                    # actor's deaths may be several shards' doing, and its nodes'.
+                    max_restarts=4 * job.max_attempts,
+                    max_task_retries=MOST_RETRIES,
                     ray_remote_args_fn=lambda: names.append(f"hsray-{uuid.uuid4().hex}") or {"name": names[-1]},
                     compute=ray.data.ActorPoolStrategy(
                         min_size=pool.fewest,

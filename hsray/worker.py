@@ -73,7 +73,6 @@ class CaptureWorker:
     def __init__(self, job: CaptureJob):
         started = time.monotonic()
         sentinel = Sentinel(max(START_S, job.options.request_timeout_s))
-        _use_all_cores()
         self._job, self._store = job, Store(job.out, job.storage_options)
         self._capturing = threading.Semaphore(job.options.shards_in_capture)
         self._leaving = threading.Lock()
@@ -87,6 +86,7 @@ class CaptureWorker:
             self._not_started = EngineDied(_died(died, "it started"))
             return
         begin_attempt(starts)
+        _use_all_cores()
         try:
             self._engine = open_engine(job.engine, job.options)
         except Exception as error:

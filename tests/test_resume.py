@@ -145,8 +145,8 @@ def test_an_engine_actor_that_is_killed_is_replaced(resumable, tiny_llama, tmp_p
 def test_an_engine_actor_that_always_dies_ends_the_build(ray_session, tiny_llama, tmp_path):
     with actors_killed(20) as killed, pytest.raises(EngineDied, match=r"an engine's process died again and again"):
         build_tiny(tiny_llama, unique_prompts(20, longest=50), tmp_path / "out", max_attempts=2)
-    # It is started anew 2 * max_attempts times, and once more by Ray if it dies before its first task.
-    assert 5 <= len(killed) <= 6
+    # It is started anew 4 * max_attempts times, and once more by Ray if it dies before its first task.
+    assert 9 <= len(killed) <= 10
 
 
 @pytest.fixture(scope="module")
