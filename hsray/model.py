@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 STORED_BYTES = {**DTYPE_BYTES, "float8_e4m3": 1}
 
+DTYPE_ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
+
 #: How a weight file is sampled for its digest.
 SAMPLE_BYTES = 4096
 SAMPLES = 256
@@ -123,7 +125,7 @@ def _register_configs_of_sglang() -> bool:
 def _resolve_dtype(model: str, dtype: str, config: "PretrainedConfig", text: "PretrainedConfig") -> str:
     if dtype == "auto":
         stored = getattr(text, "dtype", None) or getattr(config, "dtype", None) or "bfloat16"
-        dtype = str(stored).removeprefix("torch.")
+        dtype = _dtype_name(stored)
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype {dtype!r} of model {model!r} is not one of {', '.join(DTYPE_BYTES)}; pass dtype=")
     return dtype
@@ -134,7 +136,25 @@ def _config_digest(config: "PretrainedConfig") -> str:
     fields = config.to_dict()
     for name in ("_name_or_path", "transformers_version", "_commit_hash"):
         fields.pop(name, None)
-    return _sha256_json(fields)
+    return _sha256_json(_with_dtype_names(fields))
+
+
+def _dtype_name(dtype: Any) -> str:
+    """PyTorch's own name of a dtype, for which a config may say another; Transformers has it only if PyTorch is there."""
+    name = str(dtype).removeprefix("torch.")
+    return DTYPE_ALIASES.get(name, name)
+
+
+def _with_dtype_names(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_with_dtype_names(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    names = {"dtype", "torch_dtype"}
+    return {
+        key: _dtype_name(item) if key in names and isinstance(item, str) else _with_dtype_names(item)
+        for key, item in value.items()
+    }
 
 
 def _weights_digest(model: str, config: "PretrainedConfig") -> str:

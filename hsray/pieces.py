@@ -12,6 +12,7 @@ tokenise whole texts.
 import functools
 import json
 import re
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,16 @@ WORD_BOUNDARY = re.compile(r"(?<=[!-~])(?= [A-Za-z])")
 MOST_PIECES = 1 << 16
 MOST_CHARACTERS = 48
 
-#: New pieces that are tokenised as one text, with a special token between them.
+#: New pieces that are tokenised as one text, with a special token between them: one by one they take half as long again.
 JOINED_PIECES = 64
+
+#: A tokenizer with more special tokens is left whole: for each that a text has, all of them may be tried.
+MOST_SPECIAL = 512
+
+VISIBLE = re.compile(r"[!-~]+")
+
+#: What a token has that may reach over a `WORD_BOUNDARY`.
+ACROSS_BOUNDARY = re.compile(r"[!-~] (?:[A-Za-z]|\Z)")
 
 _SUFFIXES = "'s|'t|'re|'ve|'m|'ll|'d"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -52,43 +61,54 @@ ALTERNATIVES = frozenset(
 class PieceEncoder:
     """Tokenises texts without a tokenizer's own additions, such as BOS. Made by `piece_encoder`."""
 
-    def __init__(self, backend: "tokenizers.Tokenizer", special: dict[str, int]):
-        self._backend, self._special = backend, special
-        self._separator, self._separator_id = next(iter(special.items()))
+    def __init__(self, backend: "tokenizers.Tokenizer", special: dict[str, int], separator: str | None):
+        """Args: separator: Of `special`, one that stays itself whatever stands beside it, and is not made of anything else."""
+        self._backend, self._lock = backend, threading.Lock()
+        self._separator, self._separator_id = separator, special.get(separator)
+        self._special = {content: np.int32(token_id).tobytes() for content, token_id in special.items()}
         longest_first = sorted(special, key=len, reverse=True)
-        self._cut_special = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
+        self._cut_special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})").split
         # As int32: lists of numbers Python would walk through, again and again, in search of garbage.
-        self._known: dict[str, bytes] = {}
+        self._known = dict(self._special)
+        self._long: list[str] = []
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Each text's token ids, int32 [T]."""
-        cut_words, known = WORD_BOUNDARY.split, self._known
-        pieces_of = [[piece for part in self._cut_special(text) for piece in cut_words(part)] for text in texts]
-        if len(known) > MOST_PIECES or not known:
-            known.clear()
-            special = {content: np.int32(token_id).tobytes() for content, token_id in self._special.items()}
-            known.update({"": b"", **special})
-        new = [piece for piece in set().union(*pieces_of) if piece not in known]
-        known.update(zip(new, self._encode_new(new), strict=True))
-        ids_of = known.__getitem__
-        found = [np.frombuffer(bytearray().join(map(ids_of, pieces)), np.int32) for pieces in pieces_of]
-        for piece in new:
-            if len(piece) > MOST_CHARACTERS:  # it will hardly come again
-                del known[piece]
+        cut_special, cut_words = self._cut_special, WORD_BOUNDARY.split
+        pieces_of = [[piece for part in cut_special(text) for piece in cut_words(part)] for text in texts]
+        with self._lock:
+            ids_of = self._known_with(set().union(*pieces_of)).__getitem__
+            found = [np.frombuffer(bytearray().join(map(ids_of, pieces)), np.int32) for pieces in pieces_of]
+            self._forget()
         return found
 
-    def _encode_new(self, pieces: Sequence[str]) -> list[bytes]:
-        groups = [pieces[at : at + JOINED_PIECES] for at in range(0, len(pieces), JOINED_PIECES)]
-        texts = [self._separator.join(group) for group in groups]
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+    def _known_with(self, pieces: set[str]) -> dict[str, bytes]:
+        new = [piece for piece in pieces if piece not in self._known]
+        self._known.update(zip(new, self._encode_new(new), strict=True))
+        self._long += [piece for piece in new if len(piece) > MOST_CHARACTERS]
+        return self._known
+
+    def _encode_new(self, pieces: list[str]) -> list[bytes]:
+        size = JOINED_PIECES if self._separator else 1
+        groups = [pieces[at : at + size] for at in range(0, len(pieces), size)]
+        texts = [(self._separator or "").join(group) for group in groups]
         found = []
-        for group, encoding in zip(groups, encodings, strict=True):
+        for group, encoding in zip(
+            groups, self._backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
+        ):
             ids_T = np.array(encoding.ids, np.int32)
-            stops = [*np.flatnonzero(ids_T == self._separator_id).tolist(), len(ids_T)]
-            starts = [0, *(stop + 1 for stop in stops[:-1])]
-            data, width = ids_T.tobytes(), ids_T.itemsize
-            found += [data[start * width : stop * width] for _, start, stop in zip(group, starts, stops, strict=True)]
+            between = np.flatnonzero(ids_T == self._separator_id).tolist() if len(group) > 1 else []
+            parts = zip([0, *(at + 1 for at in between)], [*between, len(ids_T)], strict=True)
+            found += [ids_T[start:stop].tobytes() for _, (start, stop) in zip(group, parts, strict=True)]
         return found
+
+    def _forget(self) -> None:
+        """What will hardly come again, or everything where it is too much."""
+        for piece in self._long:
+            del self._known[piece]
+        self._long.clear()
+        if len(self._known) > MOST_PIECES:
+            self._known = dict(self._special)
 
 
 @functools.lru_cache(maxsize=2)
@@ -105,10 +125,27 @@ def piece_encoder(tokenizer: "PreTrainedTokenizerBase") -> PieceEncoder | None:
         return None
     if any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
         return None  # it takes, or looks at, what stands beside it
-    if any(WORD_BOUNDARY.search(token.content) for token in added.values()):
+    contents = {token.content for token in added.values()}
+    if backend.normalizer is not None:
+        contents |= {backend.normalizer.normalize_str(content) for content in contents}
+    if any(map(ACROSS_BOUNDARY.search, contents)):
         return None
-    special = {token.content: token_id for token_id, token in added.items() if not token.normalized}
-    return PieceEncoder(backend, special) if special else None
+    special = {token.content: token_id for token_id, token in added.items() if token.content and not token.normalized}
+    if len(special) > MOST_SPECIAL:
+        return None
+    separator = next((content for content in special if _stays_apart(content, contents, backend.model.unk_token)), None)
+    return PieceEncoder(backend, special, separator)
+
+
+def _stays_apart(content: str, contents: set[str], unknown: str | None) -> bool:
+    """Whether a special token is found wherever it is written, beside anything, and its id nowhere else."""
+    if content == unknown or not VISIBLE.fullmatch(content):  # other bytes are written otherwise, perhaps as it is
+        return False
+    ends = [content[at:] for at in range(len(content))], [content[: at + 1] for at in range(len(content))]
+    return not any(
+        content in other or other.startswith(tuple(ends[0])) or other.endswith(tuple(ends[1]))
+        for other in contents - {content}
+    )
 
 
 def _state(component: Any) -> dict[str, Any] | None:
@@ -124,9 +161,10 @@ def _keeps_cuts(normalizer: "tokenizers.normalizers.Normalizer | None") -> bool:
 def _cuts_words(pre_tokenizer: "tokenizers.pre_tokenizers.PreTokenizer | None") -> bool:
     """Whether it cuts at each `WORD_BOUNDARY` whatever stands on either side."""
     state = _state(pre_tokenizer)
-    if state is None:
+    all_steps = [] if state is None else state["pretokenizers"] if state["type"] == "Sequence" else [state]
+    if not all_steps:
         return False
-    *steps, last = state["pretokenizers"] if state["type"] == "Sequence" else [state]
+    *steps, last = all_steps
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return False
     cuts = last["use_regex"]  # GPT-2's pattern, which is made of `ALTERNATIVES`

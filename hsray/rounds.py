@@ -38,6 +38,9 @@ MAX_TASKS = 10_000
 #: After which Ray gives a task up: by itself it never would. While a node goes it may send one there ten times.
 MOST_RETRIES = 100
 
+#: So many shards that failed, and none that was made, are enough to look at their prompts.
+HOPELESS = 3
+
 #: Files of the plan that are read at one time: one that the engines are given shards of, and the next.
 PLAN_READERS = 2
 
@@ -129,7 +132,7 @@ class Rounds:
         """Has shards made, as many at one time as may be, or `apart`; gives those that failed, and why.
 
         A round ends early when an actor has died too often, or has gone with its node. Another follows so long as each
-        gets something done.
+        gets something done. One in which nothing but failures comes is given up, not gone through for every shard.
         """
         failed: dict[int, str] = {}
         self._job = replace(self._job, turn=uuid.uuid4().hex)  # what failed before has as many attempts again
@@ -140,6 +143,8 @@ class Rounds:
                     self._events.receipt(receipt)
                     if receipt.failure:
                         failed[receipt.shard] = receipt.failure
+                        if len(failed) == HOPELESS and not self._report.new_shards and not apart:
+                            return failed
                     else:
                         self._count(receipt)
             except ProcessDied as error:
@@ -158,7 +163,7 @@ class Rounds:
         self._bar.update(receipt.tokens)
 
     def _probe(self, shards: Sequence[int]) -> list[Verdict]:
-        """Tries each prompt of some shards alone."""
+        """Tries each prompt of some shards alone; up to the first that fails, where that ends the build."""
         left: dict[int, list[int]] = {}
         for shard in shards:
             left_out = self.manifest.skipped_places.get(shard, ())
@@ -171,6 +176,8 @@ class Rounds:
                 for row in self._rows(ProbeWorker, [*left], places=left, apart=True):
                     verdicts.append(Verdict(**row))
                     left[row["shard"]].remove(row["place"])
+                    if verdicts[-1].failure and self._job.on_failure == "stop":
+                        return verdicts
             except ProcessDied as error:
                 self._events.note("lost", error=str(error))
                 if len(verdicts) == before:

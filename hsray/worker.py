@@ -262,10 +262,9 @@ class ProbeWorker(CaptureWorker):
     def _try(self, prompts: ShardPrompts, place: int) -> Verdict:
         key = self._key(prompts.shard, place)
         before = past_attempts(key)
-        failure = before.words
-        if not failure and before.begun >= self._job.max_attempts:
-            failure = _died(before.begun, "it was there")
-        if not failure:
+        if before.begun >= self._job.max_attempts:
+            failure = before.words or _died(before.begun, "it was there")
+        else:
             failure = self._failure(prompts, key)
         forget_attempts(key)
         return Verdict(

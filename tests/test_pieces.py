@@ -2,6 +2,8 @@
 
 import copy
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,17 +91,26 @@ PARTS = st.sampled_from(
 TEXTS = st.lists(st.lists(PARTS | st.text(max_size=4), max_size=12).map("".join), min_size=1, max_size=4)
 
 
-def byte_tokenizer(patterns: list[str], *, normalizer: object = None, special: list[object] = SPECIAL) -> object:
+def byte_tokenizer(
+    patterns: list[str],
+    *,
+    normalizer: object = None,
+    special: list[object] = SPECIAL,
+    alphabet: bool = True,
+    model: dict[str, str] | None = None,
+) -> object:
     """A tokenizer trained on prose, which cuts by patterns."""
     splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns)
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(**(model or {})))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*splits, byte_level])
     backend.decoder = tokenizers.decoders.ByteLevel()
     if normalizer is not None:
         backend.normalizer = normalizer
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet() if alphabet else []
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=letters, show_progress=False, special_tokens=[*(model or {}).values()]
+    )
     backend.train_from_iterator(PROSE.read_text().splitlines(), trainer)
     backend.add_special_tokens(special)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -183,7 +194,9 @@ def added(content: str, **flags: bool) -> object:
         {"patterns": [], "special": [added("<a>"), added("<mask>", rstrip=True)]},
         {"patterns": [], "special": [added("<a>"), added("word", single_word=True)]},
         {"patterns": [], "special": [added("<a>"), added("two words")]},
-        {"patterns": [], "special": []},
+        {"patterns": [], "special": [tokenizers.AddedToken(". ", normalized=True)]},
+        {"patterns": [], "special": [tokenizers.AddedToken("x \u212a")], "normalizer": tokenizers.normalizers.NFC()},
+        {"patterns": [], "special": [f"<|s_{number}|>" for number in range(600)]},
     ],
     ids=str,
 )
@@ -196,6 +209,7 @@ def test_a_tokenizer_that_may_look_across_a_cut_is_left_whole(changes):
     [
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True),
         tokenizers.pre_tokenizers.Metaspace(),
+        tokenizers.pre_tokenizers.Sequence([]),
         tokenizers.pre_tokenizers.Sequence(
             [
                 tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\s+"), "removed"),
@@ -203,12 +217,37 @@ def test_a_tokenizer_that_may_look_across_a_cut_is_left_whole(changes):
             ]
         ),
     ],
-    ids=["prefix", "metaspace", "removed"],
+    ids=["prefix", "metaspace", "nothing", "removed"],
 )
 def test_another_pre_tokenizer_is_left_whole(demo_tokenizer, pre_tokenizer):
     tokenizer = copy.deepcopy(demo_tokenizer)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
     assert piece_encoder(tokenizer) is None
+
+
+@pytest.mark.parametrize(
+    "special", [["<unk>", "<s>"], ["<unk>"], ["<a>", "<a>b"], ["<s>", "a<"], ["\u0120the", "<s>"], []], ids=str
+)
+def test_special_tokens_may_be_any(special):
+    tokenizer = byte_tokenizer(
+        [], special=special, alphabet=False, model={"unk_token": "<unk>"} if "<unk>" in special else {}
+    )
+    texts = ["hello zebra Q\u00e9", "Q", "a<s> b<a>b the b", "<a> the a<", "".join(special)]
+    assert in_pieces(piece_encoder(tokenizer), texts) == whole(tokenizer, texts)
+
+
+def test_threads_share_an_encoder(family):
+    tokenizer, _ = family
+    encoder = piece_encoder.__wrapped__(tokenizer)
+    texts = [[f"thread {thread} says {'z' * 60}{number} to all" for number in range(20)] for thread in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for found, wanted in zip(threads.map(encoder.encode, texts * 5), texts * 5, strict=True):
+                assert [ids_T.tolist() for ids_T in found] == whole(tokenizer, wanted)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_special_tokens_that_are_to_be_read_as_text_are(demo_tokenizer):
