@@ -29,6 +29,10 @@ GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 #: What datasets and templates call an assistant's reasoning. A template is given all of them: it reads the one it knows.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
+#: Who may speak in any conversation; whoever else does must be named in the chat template. A template that writes what it is given
+#: would write "asistant" too, and nothing of that would be trained on.
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
 #: What `hsray` itself tells a template.
 OWN_KWARGS = {"messages", "tools", "conversation", "chat_template", "add_generation_prompt", "continue_final_message"}
 OWN_KWARGS |= {"tokenize", "return_dict", "return_assistant_tokens_mask", "return_tensors", "tokenizer_kwargs"}
@@ -175,6 +179,7 @@ class _Chat:
         options: ChatOptions,
     ):
         self.tokenizer, self.messages, self.tools, self.options = tokenizer, messages, tools, options
+        self._check_roles()
         self.text = self._render(len(messages), generation_prompt=False)
 
     def trained_turns(self) -> list[int]:
@@ -193,6 +198,15 @@ class _Chat:
             spans = tuple(self._turn_span(turn) for turn in turns)
         self._check_nothing_left_out(turns)
         return spans
+
+    def _check_roles(self) -> None:
+        for turn, message in enumerate(self.messages):
+            role = message["role"]
+            if role not in ROLES and role not in self.tokenizer.get_chat_template(tools=self.tools):
+                raise ValueError(
+                    f"message {turn} has the role {role!r}, which the chat template does not name; known are "
+                    f"{', '.join(sorted(ROLES))}"
+                )
 
     def _render(self, num_messages: int, *, generation_prompt: bool) -> str:
         try:

@@ -149,7 +149,14 @@ def _start_ray() -> None:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     # A Ray of our own has nobody to give way to, and its dashboard would take a share of the engine's cores.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    try:
+        ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    except Exception as error:
+        if type(error) is not Exception:  # Ray's word for a start that takes too long
+            raise
+        raise TimeoutError(
+            f"Ray did not start in its time: the machine is busy, or short of memory; say the same again. Ray says: {error}"
+        ) from error
 
 
 def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:

@@ -57,6 +57,8 @@ class Summary:
     """Of the sampled tokens' states: `QUANTILES`."""
     rounding: dict[str, Rounding]
     """Of the sampled shards' layers in float8_e4m3."""
+    has_tokenizer: bool
+    """Whether the model, and so its tokenizer, was found from here; samples are token ids otherwise."""
     samples: "tuple[Text, ...]"
     """Prompts; what is trained on is green."""
 
@@ -107,6 +109,7 @@ def summarize(
             if chosen
         },
         rounding=_rounding([dataset.open_shard(shard).schema.metadata for shard in dataset.shards[:sample]]),
+        has_tokenizer=tokenizer is not None,
         samples=tuple(_shown(index, dataset[index], tokenizer) for index in chosen[:show]),
     )
 
@@ -151,6 +154,8 @@ def show(summary: Summary, console: "Console") -> None:
     console.print(_lengths(summary))
     if summary.norms:
         console.print(_norms(summary))
+    if summary.samples and not summary.has_tokenizer:
+        console.print(f"no tokenizer of {identity.model!r} is found from here, so prompts are token ids:", markup=False)
     for text in summary.samples:
         console.print(text, soft_wrap=True)
 

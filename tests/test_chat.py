@@ -295,6 +295,10 @@ def test_a_template_keyword_that_would_do_nothing_is_an_error(kwargs, message):
         ([user("a"), None], "message 1 must be an object with a 'role'; found None"),
         ([{"content": "a"}], "message 0 must be an object with a 'role'; found {'content': 'a'}"),
         ([{"role": 1, "content": "a"}], "message 0 must be an object with a 'role'"),
+        (
+            [user("a"), {"role": "asistant", "content": "b"}],
+            "message 1 has the role 'asistant', which the chat template does",
+        ),
         ([user("a"), {"role": "assistant"}], "message 1 (assistant) must have a text, or parts of type 'text', as its"),
         ([user("a"), {"role": "assistant", "content": None}], "message 1 (assistant) must have a text"),
         ([user("a"), {"role": "assistant", "content": 7}], "message 1 (assistant) must have a text"),
@@ -325,6 +329,12 @@ def test_a_template_keyword_that_would_do_nothing_is_an_error(kwargs, message):
 def test_malformed_messages_are_named(demo_tokenizer, messages, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         tokenize_chat(demo_tokenizer, messages, options=chat_options())
+
+
+def test_a_role_that_the_template_names_is_known(demo_tokenizer):
+    template = "{% for m in messages %}{% if m.role == 'critic' %}{% endif %}" + TURN + "{% endfor %}" + GENERATION
+    messages = [user("a"), {"role": "critic", "content": "hm"}, assistant("b")]
+    assert trained_texts(with_template(demo_tokenizer, template), messages) == ["b<|im_end|>\n"]
 
 
 def test_a_tokenizer_without_a_template_is_refused(demo_tokenizer):

@@ -59,6 +59,7 @@ def test_the_script_shows_it_and_writes_one_page(tmp_path, prompts, capsys):
         "10, 175 tokens",
         "prompts by length",
         "rounding, mean",
+        "so prompts are token ids",
         "p0",
     ):
         assert words in shown
