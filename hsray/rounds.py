@@ -11,7 +11,7 @@ Their prompts are tried one by one; what fails ends the build or is left out; an
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -119,13 +119,14 @@ class Rounds:
             return self._capture(pending)
 
     def _capture(self, pending: list[int]) -> dict[int, str]:
-        suspects = self._make(pending)
-        if suspects:
-            self._leave_out([verdict for verdict in self._probe(list(suspects)) if verdict.failure])
-            suspects = self._make(sorted(suspects), apart=True)
-        if suspects:
-            shard, words = min(suspects.items())
-            raise EngineDied(f"shard {shard} cannot be made, though each of its prompts alone can: {words}")
+        while set(pending) - self._digests.keys():
+            suspects = self._make(pending)
+            if suspects:
+                self._leave_out([verdict for verdict in self._probe(list(suspects)) if verdict.failure])
+                suspects = self._make(sorted(suspects), apart=True)
+            if suspects:
+                shard, words = min(suspects.items())
+                raise EngineDied(f"shard {shard} cannot be made, though each of its prompts alone can: {words}")
         return self._digests
 
     def _make(self, pending: Sequence[int], *, apart: bool = False) -> dict[int, str]:
@@ -138,15 +139,16 @@ class Rounds:
         self._job = replace(self._job, turn=uuid.uuid4().hex)  # what failed before has as many attempts again
         while waiting := sorted(set(pending) - self._digests.keys() - failed.keys()):
             try:
-                for row in self._rows(CaptureWorker, waiting, apart=apart):
-                    receipt = Receipt(**row)
-                    self._events.receipt(receipt)
-                    if receipt.failure:
+                with closing(self._rows(CaptureWorker, waiting, apart=apart)) as rows:
+                    for row in rows:
+                        receipt = Receipt(**row)
+                        self._events.receipt(receipt)
+                        if not receipt.failure:
+                            self._count(receipt)
+                            continue
                         failed[receipt.shard] = receipt.failure
                         if len(failed) == HOPELESS and not self._report.new_shards and not apart:
                             return failed
-                    else:
-                        self._count(receipt)
             except ProcessDied as error:
                 self._events.note("lost", error=str(error))
                 if set(waiting).isdisjoint(self._digests.keys() | failed.keys()):
@@ -173,11 +175,12 @@ class Rounds:
         while any(left.values()):
             before = len(verdicts)
             try:
-                for row in self._rows(ProbeWorker, [*left], places=left, apart=True):
-                    verdicts.append(Verdict(**row))
-                    left[row["shard"]].remove(row["place"])
-                    if verdicts[-1].failure and self._job.on_failure == "stop":
-                        return verdicts
+                with closing(self._rows(ProbeWorker, [*left], places=left, apart=True)) as rows:
+                    for row in rows:
+                        verdicts.append(Verdict(**row))
+                        left[row["shard"]].remove(row["place"])
+                        if verdicts[-1].failure and self._job.on_failure == "stop":
+                            return verdicts
             except ProcessDied as error:
                 self._events.note("lost", error=str(error))
                 if len(verdicts) == before:
