@@ -133,6 +133,7 @@ def test_a_build_on_s3_through_a_broken_network_is_right_and_nothing_of_it_holds
     assert not [path for path in logs.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
+@pytest.mark.timeout(3600)  # some five seconds each
 def test_datasets_published_through_a_broken_network_are_right_and_no_object_is_ever_short(endpoint, options, request):
     prompts = make_prompts(LENGTHS, hidden_size=128)
     faults: dict[str, int] = {}
