@@ -64,40 +64,38 @@ class PieceEncoder:
     def __init__(self, backend: "tokenizers.Tokenizer", special: dict[str, int], separator: str | None):
         """Args: separator: Of `special`, one that stays itself whatever stands beside it, and is not made of anything else."""
         self._backend, self._lock = backend, threading.Lock()
-        self._separator, self._separator_id = separator, special.get(separator)
+        self._separator, self._separator_id = separator, special.get(separator, -1)
         self._special = {content: np.int32(token_id).tobytes() for content, token_id in special.items()}
         longest_first = sorted(special, key=len, reverse=True)
         self._cut_special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})").split
         # As int32: lists of numbers Python would walk through, again and again, in search of garbage.
         self._known = dict(self._special)
-        self._long: list[str] = []
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Each text's token ids, int32 [T]."""
         cut_special, cut_words = self._cut_special, WORD_BOUNDARY.split
         pieces_of = [[piece for part in cut_special(text) for piece in cut_words(part)] for text in texts]
         with self._lock:
-            ids_of = self._known_with(set().union(*pieces_of)).__getitem__
-            found = [np.frombuffer(bytearray().join(map(ids_of, pieces)), np.int32) for pieces in pieces_of]
-            self._forget()
+            known = self._known
+            new = [piece for piece in set().union(*pieces_of) if piece not in known]
+            known.update(zip(new, self._encode_new(new), strict=True))
+            found = [np.frombuffer(bytearray().join(map(known.__getitem__, pieces)), np.int32) for pieces in pieces_of]
+            for piece in new:
+                if len(piece) > MOST_CHARACTERS:  # it will hardly come again
+                    del known[piece]
+            if len(known) > MOST_PIECES:
+                self._known = dict(self._special)
         return found
-
-    def _known_with(self, pieces: set[str]) -> dict[str, bytes]:
-        new = [piece for piece in pieces if piece not in self._known]
-        self._known.update(zip(new, self._encode_new(new), strict=True))
-        self._long += [piece for piece in new if len(piece) > MOST_CHARACTERS]
-        return self._known
 
     def _encode_new(self, pieces: list[str]) -> list[bytes]:
         size = JOINED_PIECES if self._separator else 1
         groups = [pieces[at : at + size] for at in range(0, len(pieces), size)]
         texts = [(self._separator or "").join(group) for group in groups]
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         found = []
-        for group, encoding in zip(
-            groups, self._backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
-        ):
+        for group, encoding in zip(groups, encodings, strict=True):
             ids_T = np.array(encoding.ids, np.int32)
-            between = np.flatnonzero(ids_T == self._separator_id).tolist() if len(group) > 1 else []
+            between = np.flatnonzero(ids_T == self._separator_id).tolist()
             parts = zip([0, *(at + 1 for at in between)], [*between, len(ids_T)], strict=True)
             found += [ids_T[start:stop].tobytes() for _, (start, stop) in zip(group, parts, strict=True)]
         return found

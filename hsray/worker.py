@@ -80,7 +80,7 @@ class CaptureWorker:
         self._not_started: Exception | None = None
         # Raised by the first call: of a constructor that fails, Ray reports a dead actor and a page of its own; and one that
         # dies it would start for ever.
-        starts = f"{job.turn}/start/{actor_id()}"
+        starts = self._key("start", actor_id())
         died = past_attempts(starts).begun
         if died >= job.max_attempts:
             self._not_started = EngineDied(_died(died, "it started"))
@@ -163,7 +163,7 @@ class CaptureWorker:
                     words = f"the engine gave no answer within request_timeout_s={timeout_s:g} and was killed"
                     self._leave(key, EngineDied(words))
 
-    def _key(self, *what: int) -> str:
+    def _key(self, *what: object) -> str:
         return "/".join(map(str, (self._job.turn, *what)))
 
     def _leave(self, key: str, error: EngineDied) -> NoReturn:
