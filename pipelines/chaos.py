@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,8 @@ class Chaos:
             driver.kill()
             status = driver.wait()
         self._judge(run, out, status)
+        if run.identical:
+            shutil.rmtree(out, ignore_errors=True)
         run.elapsed_s = time.monotonic() - started
         return run
 
@@ -347,22 +350,26 @@ def main() -> int:
     add("--json", type=Path, help="also write what became of each run here")
     arguments = parser.parse_args()
     console, runs, started = Console(width=130), [], time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hsray-chaos-") as name:
-        chaos = Chaos(arguments, Path(name))
-        try:
-            console.print(f"undisturbed: {chaos.undisturbed():.1f} s")
-            for number in range(arguments.runs):
-                if time.monotonic() - started > arguments.within_s:
-                    break
-                runs.append(run := chaos.run(number))
-                verdict = "identical" if run.identical else "NOT IDENTICAL"
-                console.print(f"run {number}: {verdict} in {run.elapsed_s:.1f} s after {', '.join(run.kills)}")
-                for difference in run.differences:
-                    console.print(f"    {difference}")
-                if arguments.json:
-                    arguments.json.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
-        finally:
-            chaos.close()
+    folder = Path(tempfile.mkdtemp(prefix="hsray-chaos-"))
+    chaos = Chaos(arguments, folder)
+    try:
+        console.print(f"undisturbed: {chaos.undisturbed():.1f} s")
+        for number in range(arguments.runs):
+            if time.monotonic() - started > arguments.within_s:
+                break
+            runs.append(run := chaos.run(number))
+            verdict = "identical" if run.identical else "NOT IDENTICAL"
+            console.print(f"run {number}: {verdict} in {run.elapsed_s:.1f} s after {', '.join(run.kills)}")
+            for difference in run.differences:
+                console.print(f"    {difference}")
+            if arguments.json:
+                arguments.json.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
+    finally:
+        chaos.close()
+        if all(run.identical for run in runs):
+            shutil.rmtree(folder)
+        else:
+            console.print(f"kept: {folder}, with the undisturbed dataset and those that are not identical")
     console.print(table_of(runs))
     return 0 if all(run.identical for run in runs) else 1
 
