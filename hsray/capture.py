@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hsray.canary import Canary, block_input, norm_input
+from hsray.cpu import settle_vector_math
 from hsray.layers import Layer, boundary
 from hsray.staging import DeviceStaging, HostStaging, LayerMemory, Place, map_memory
 
@@ -161,6 +162,7 @@ def run_scheduler(plan: CapturePlan, server_args: Any, port_args: Any, gpu_id: i
 
     if plan.cpu_threads is not None:
         torch.set_num_threads(plan.cpu_threads)
+    settle_vector_math()  # before the model's tables are made, which it keeps
     install(SchedulerCapture(plan, writes=tp_rank == 0))
     run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args)
 

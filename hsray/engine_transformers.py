@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hsray.cpu import settle_vector_math
 from hsray.engine import CaptureEngine, CaptureError, EngineOptions, ShardBuffer
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class TransformersEngine(CaptureEngine):
         import transformers
 
         started = time.monotonic()
+        settle_vector_math()
         engine_args = dict(options.engine_args)
         device = engine_args.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
         self.version = version("transformers")

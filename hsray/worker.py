@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import pyarrow as pa
 
 from hsray.attempts import actor_id, begin_attempt, forget_attempts, leave_words, past_attempts
+from hsray.cpu import use_all_cores
 from hsray.engine import CaptureError, EngineDied, EngineName, EngineOptions, ShardBuffer, open_engine
 from hsray.layers import Layer
 from hsray.plan import shard_name
@@ -86,7 +87,7 @@ class CaptureWorker:
             self._not_started = EngineDied(_died(died, "it started"))
             return
         begin_attempt(starts)
-        _use_all_cores()
+        use_all_cores()
         try:
             self._engine = open_engine(job.engine, job.options)
         except Exception as error:
@@ -298,16 +299,3 @@ def _died(times: int, when: str) -> str:
         f"the engine's process died {times} times while {when}, without a word; out of memory is the usual cause (the kernel's "
         "log says so), or it stood still for request_timeout_s (the worker's log says so)"
     )
-
-
-def _use_all_cores() -> None:
-    """Ray sets one thread for each CPU an actor reserves; an engine without a GPU needs the machine's cores.
-
-    MKL may take fewer than it is told, by what each process makes of the machine (oneMKL Developer Guide, MKL_DYNAMIC), and the
-    last bits of a product depend on their number.
-    """
-    os.environ.setdefault("MKL_DYNAMIC", "FALSE")
-    import torch
-
-    if not torch.cuda.is_available():
-        torch.set_num_threads(len(os.sched_getaffinity(0)))

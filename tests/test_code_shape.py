@@ -41,6 +41,7 @@ ORDER = [
     "manifest",
     "attempts",
     "lease",
+    "cpu",
     "engine",
     "request",
     "raydata",
