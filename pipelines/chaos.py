@@ -25,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -65,8 +65,10 @@ class Run:
     """Shards of the undisturbed build that are not there, or are others."""
     doubled: int = 0
     """Shards that were captured and published twice."""
-    repeated: list[int] = field(default_factory=list)
-    """For each kill, the shards that what it killed had begun to capture and that were captured anew."""
+    begun_again: list[int] = field(default_factory=list)
+    """For each kill, the shards that what it killed had begun to capture and that were begun anew."""
+    captured_again: list[int] = field(default_factory=list)
+    """Those of them that it had captured to the end, and not published yet."""
     set_aside: int = 0
     """Shards that were suspected of killing their engines, and of which each prompt was tried alone."""
     cut_short: int = 0
@@ -179,7 +181,7 @@ class Chaos:
         if kind == "publish":
             actors = [actor for actor in actors if self._is_publishing(actor, out)]
         if kind == "hang":  # one that has not begun may be where nobody watches it yet
-            begun = {pid for _, pid in begun_in(out)}
+            begun = {pid for _, pid, _ in steps_in(out)}
             actors = [actor for actor in actors if actor.pid in begun]
         if not actors:
             return False
@@ -222,7 +224,7 @@ class Chaos:
         run.doubled = len(captured) - len(set(captured))
         run.set_aside = sum(event["event"] == "failed" for event in events)
         run.cut_short = sum(event["event"] == "lost" for event in events)
-        run.repeated = self._repeated(out)
+        run.begun_again, run.captured_again = self._repeated(out, "begun"), self._repeated(out, "captured")
 
     def _difference(self, name: str, out: Path) -> str:
         """What is the matter with a file; of a shard, by how much its states are others than the undisturbed build's."""
@@ -248,23 +250,25 @@ class Chaos:
         by = f"{values} numbers by up to {worst:.2g} of the largest, in {len(prompts)} of {len(whole)} prompts"
         return f"{name}: {columns} differ; {by}"
 
-    def _repeated(self, out: Path) -> list[int]:
-        """For each kill, the captures that its victims had begun and that were begun once more."""
-        begun = begun_in(out)
-        last = {shard: place for place, (shard, _) in enumerate(begun)}
+    def _repeated(self, out: Path, step: str) -> list[int]:
+        """For each kill, the captures that its victims had come so far with and that were begun once more."""
+        steps = steps_in(out)
+        last = {shard: place for place, (shard, _, other) in enumerate(steps) if other == "begun"}
         repeated = [0] * len(self._actors_before)
-        for place, (shard, pid) in enumerate(begun):
-            if place != last[shard]:  # its process was there before some kills, and not after the one that ended it
+        for place, (shard, pid, other) in enumerate(steps):
+            if (
+                other == step and place < last[shard]
+            ):  # its process was there before some kills; the last of them ended it
                 seen = [kill for kill, pids in enumerate(self._actors_before) if pid in pids]
                 repeated[seen[-1] if seen else 0] += 1
         return repeated
 
 
-def begun_in(out: Path) -> list[tuple[str, int]]:
-    """The shards that a run's actors have begun to capture so far, and the process of each."""
+def steps_in(out: Path) -> list[tuple[str, int, str]]:
+    """What a run's actors have done so far: the shard, the process, and whether it was "begun" or "captured"."""
     trail = Path(f"{out}.trail")
     lines = trail.read_text().splitlines() if trail.exists() else []
-    return [(shard, int(pid)) for shard, pid in map(str.split, lines)]
+    return [(shard, int(pid), step) for shard, pid, step in map(str.split, lines)]
 
 
 def build_with_a_trail(command: Sequence[str]) -> int:
@@ -282,11 +286,17 @@ def leave_a_trail() -> None:
 
     asking = hsray.worker.CaptureWorker._asking
 
-    def asking_and_telling(self: hsray.worker.CaptureWorker, key: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def asking_and_telling(self: hsray.worker.CaptureWorker, key: str) -> Iterator[None]:
+        _, shard = key.split("/", maxsplit=1)  # after what tells this driver's attempts from another's
+        tell(shard, "begun")
+        with asking(self, key):
+            yield
+        tell(shard, "captured")
+
+    def tell(shard: str, step: str) -> None:
         with open(os.environ[TRAIL], "a") as trail:
-            _, shard = key.split("/", maxsplit=1)  # after what tells this driver's attempts from another's
-            trail.write(f"{shard} {os.getpid()}\n")
-        return asking(self, key)
+            trail.write(f"{shard} {os.getpid()} {step}\n")
 
     hsray.worker.CaptureWorker._asking = asking_and_telling
 
@@ -307,24 +317,30 @@ def table_of(runs: Sequence[Run]) -> Table:
     sums = {
         "identical": "identical",
         "shards lost": "lost",
-        "captured twice": "doubled",
+        "published twice": "doubled",
         "set aside": "set_aside",
         "rounds cut": "cut_short",
         "hangs": "hung",
     }
-    shown = Table("killed", "kills", "runs", *sums, "begun again", "most")
+    shown = Table("killed", "kills", "runs", *sums, "begun again", "captured again")
     for kind in (*KINDS, "all"):
         hit = [run for run in runs if kind == "all" or kind in run.kills]
         counts = [sum(getattr(run, name) for run in hit) for name in sums.values()]
-        again = [
-            shards for run in hit for name, shards in zip(run.kills, run.repeated, strict=True) if kind in ("all", name)
+        kills = [
+            costs
+            for run in hit
+            for name, *costs in zip(run.kills, run.begun_again, run.captured_again, strict=True)
+            if kind in ("all", name)
         ]
-        mean = f"{sum(again) / max(1, len(again)):.2f}"
-        shown.add_row(kind, *map(str, (len(again), len(hit), *counts, mean, max(again, default=0))))
-    shown.caption = (
-        "begun again: shards a kill whose capture was begun and then begun once more; the mean, and the most"
-    )
+        costs = map(mean_and_most, zip(*kills, strict=True)) if kills else ("", "")
+        shown.add_row(kind, *map(str, (len(kills), len(hit), *counts)), *costs)
+    shown.caption = "shards a kill, mean / most: whose capture was begun and then begun once more; of them, those that were captured to the end"
     return shown
+
+
+def mean_and_most(counts: Sequence[int]) -> str:
+    """As "0.50 / 2"."""
+    return f"{sum(counts) / len(counts):.2f} / {max(counts)}"
 
 
 def main() -> int:
