@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 #: Ray Data writes its own advice into a worker's exception, from here on.
 RAY_ADVICE = "\nFailed to apply UDF transform after"
+
+#: How long a cluster may take to accept a connection.
+CONNECT_S = 10.0
 
 #: Set once a signal has asked the driver to end.
 _interrupted = threading.Event()
@@ -149,6 +153,7 @@ def _start_ray() -> None:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     # A Ray of our own has nobody to give way to, and its dashboard would take a share of the engine's cores.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    _check_reachable()
     try:
         ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     except Exception as error:
@@ -156,6 +161,26 @@ def _start_ray() -> None:
             raise
         raise TimeoutError(
             f"Ray did not start in its time: the machine is busy, or short of memory; say the same again. Ray says: {error}"
+        ) from error
+
+
+def _check_reachable() -> None:
+    """Raises ConnectionError where the cluster that Ray would join is not there; Ray itself would try for minutes."""
+    from ray._private.services import get_ray_address_from_environment
+
+    address = get_ray_address_from_environment(None, None)
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdigit() or "://" in address:  # there is none to join, or Ray must say what it is
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        named = (
+            "RAY_ADDRESS names it" if os.environ.get("RAY_ADDRESS") else "the last `ray start` here left this address"
+        )
+        raise ConnectionError(
+            f"no Ray cluster answers at {address} ({error.strerror or error}); {named}. Start it, or say RAY_ADDRESS=local "
+            "to have a Ray of this build's own; `ray stop` forgets a cluster that has gone"
         ) from error
 
 

@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -63,3 +66,19 @@ def test_an_interrupt_lost_after_the_last_block_is_raised_at_the_end(ray_session
         send_lost(signal.SIGINT)
     with ray_data():  # the next is not interrupted
         assert len(list(blocks_of(ray.data.range(1)))) == 1
+
+
+@pytest.mark.parametrize("named_by", ["RAY_ADDRESS names it", "the last `ray start` here left this address"])
+def test_a_cluster_that_is_not_there_is_said_at_once(tmp_path, named_by):
+    with socket.socket() as unheard:  # bound, so that nobody else has its port, and not listening
+        unheard.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unheard.getsockname()[1]}"
+        environment = {**os.environ, "RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": address}
+        if "ray start" in named_by:
+            del environment["RAY_ADDRESS"]
+            (tmp_path / "ray").mkdir()
+            (tmp_path / "ray/ray_current_cluster").write_text(address)
+        command = [sys.executable, "-c", "from hsray.raydata import ray_data\nwith ray_data(): pass"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(f"ConnectionError: no Ray cluster answers at {address} (Connection refused); {named_by}.")
