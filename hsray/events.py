@@ -88,6 +88,8 @@ class Events(AbstractContextManager):
             tokens=receipt.tokens,
             nbytes=receipt.nbytes,
             digest=receipt.digest,
+            host=receipt.host,
+            pid=receipt.pid,
             **seconds,
         )
 

@@ -36,7 +36,7 @@ from hsray.prompts import tokenize_rows
 from hsray.raydata import blocks_of, job_name, ray_data
 from hsray.report import BuildReport
 from hsray.request import Request, settle
-from hsray.rounds import Rounds
+from hsray.rounds import Pool, Rounds, nodes_of_cluster
 from hsray.shard import FileFormat, shard_schema
 from hsray.sources import read_rows
 from hsray.store import Store
@@ -191,6 +191,8 @@ def _build(
     started = time.monotonic()
     manifest = _open_dataset(store, request.identity)
     with _forgotten_on_error(manifest, store, lease):
+        if manifest.state != "complete":
+            _check_room(request)
         manifest = _plan(manifest, dataset, store, request, lease, storage_options, progress)
     digests = made_before(manifest, store)
     pending = pending_shards(manifest.plan, digests)
@@ -210,6 +212,11 @@ def _build(
     check_inventory(manifest, published_shards(store, manifest.identity.file_format), store)
     report.nbytes = sum(manifest.shard_file_bytes)
     return report
+
+
+def _check_room(request: Request) -> None:
+    """Raises ValueError where no node of the cluster has room for an engine, before the plan costs time."""
+    Pool.of(nodes_of_cluster(), tensor_parallel=request.identity.tensor_parallel, engines=request.engines, num_tasks=1)
 
 
 def made_before(manifest: Manifest, store: Store) -> dict[int, str]:

@@ -15,6 +15,10 @@ class Receipt:
     shard: int
     prompts: int
     tokens: int
+    host: str
+    """The machine that made it, and"""
+    pid: int
+    """the actor's process there."""
     engine_start_s: float
     """How long the actor's engine took to start, of which"""
     load_s: float

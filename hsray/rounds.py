@@ -20,7 +20,7 @@ import pyarrow as pa
 from hsray.engine import EngineDied, PromptFailed
 from hsray.events import Events
 from hsray.lease import Lease
-from hsray.manifest import Identity, Manifest, Skipped
+from hsray.manifest import Manifest, Skipped
 from hsray.plan import PlanFile, read_plan_file
 from hsray.raydata import ProcessDied, blocks_of
 from hsray.report import BuildReport, Receipt, Verdict
@@ -59,26 +59,57 @@ class Pool:
     writers_each: int
 
     @classmethod
-    def of(cls, identity: Identity, engines: int | tuple[int, int] | None, *, num_tasks: int) -> "Pool":
-        """As many actors as were asked for or the GPUs allow, and no more than there are tasks for."""
-        import ray
+    def of(
+        cls,
+        nodes: Sequence[tuple[int, int]],
+        *,
+        tensor_parallel: int,
+        engines: int | tuple[int, int] | None,
+        num_tasks: int,
+    ) -> "Pool":
+        """As many actors as were asked for or the GPUs allow, and no more than there are tasks for.
 
-        resources = ray.cluster_resources()
-        num_gpus, num_cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 1))
-        gpus_each = identity.tensor_parallel if num_gpus else 0
+        Args:
+            nodes: The GPUs and the CPUs of each.
+            tensor_parallel: GPUs of one node that an actor takes, where there are GPUs.
+            engines: Actors, or the fewest and the most.
+            num_tasks: What there is for them to do.
+
+        Raises:
+            ValueError: no node has room for one, and Ray would wait for such a node for ever.
+        """
+        gpus_each = tensor_parallel if any(gpus for gpus, _ in nodes) else 0
+        hosts = [(gpus // gpus_each, cpus) for gpus, cpus in nodes if gpus >= gpus_each] if gpus_each else []
+        if gpus_each and not hosts:
+            raise ValueError(
+                f"tensor_parallel={gpus_each}: no node has so many GPUs; the nodes have {', '.join(str(gpus) for gpus, _ in nodes)}. "
+                "Give a smaller tensor_parallel, or the cluster a larger node"
+            )
         if engines is None:
-            engines = max(1, num_gpus // gpus_each) if gpus_each else 1
+            engines = sum(held for held, _ in hosts) or 1
         fewest, most = (
             min(number, num_tasks) for number in ((engines, engines) if isinstance(engines, int) else engines)
         )
-        writers_each = GPU_WRITERS if num_gpus else CPU_WRITERS
+        writers_each = GPU_WRITERS if gpus_each else CPU_WRITERS
         return cls(
             fewest=fewest,
             most=most,
             gpus_each=gpus_each,
-            cpus_each=max(1, min(writers_each, num_cpus // fewest)),
+            # A node's CPUs must do for as many engines as its GPUs.
+            cpus_each=min([writers_each, *(cpus // held for held, cpus in hosts)]),
             writers_each=writers_each,
         )
+
+
+def nodes_of_cluster() -> list[tuple[int, int]]:
+    """The GPUs and the CPUs of each of Ray's nodes."""
+    import ray
+
+    return [
+        (int(node["Resources"].get("GPU", 0)), int(node["Resources"].get("CPU", 0)))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 class Rounds:
@@ -230,7 +261,12 @@ class Rounds:
         from ray.util.annotations import RayDeprecationWarning
 
         num_tasks = len(shards) if places is None else sum(map(len, places.values()))
-        pool = Pool.of(self.manifest.identity, self._engines, num_tasks=num_tasks)
+        pool = Pool.of(
+            nodes_of_cluster(),
+            tensor_parallel=self.manifest.identity.tensor_parallel,
+            engines=self._engines,
+            num_tasks=num_tasks,
+        )
         options = self._job.options
         options = replace(options, num_buffers=options.shards_in_capture + pool.writers_each)
         job = replace(self._job, options=options)
@@ -278,6 +314,10 @@ class Rounds:
         shared = num_tasks > MAX_TASKS and places is None and not apart
         said.context.target_max_block_size = max(1, self._plan_bytes(shards) // MAX_TASKS) if shared else 1
         said.context.execution_options.preserve_order = False
+        # Ray would ask for an engine more at 1.75 tasks a slot, which is more than an actor is given, and end one at half a task,
+        # which a few short shards bring about: it would end and start engines all the time.
+        scaling = said.context.autoscaling_config
+        scaling.actor_pool_util_upscaling_threshold, scaling.actor_pool_util_downscaling_threshold = 1.0, -1.0
         with _killed_on_error(names):
             for block in blocks_of(said):
                 self._lease.check()

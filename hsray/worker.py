@@ -10,6 +10,7 @@ in time.
 """
 
 import os
+import platform
 import sys
 import threading
 import time
@@ -120,6 +121,8 @@ class CaptureWorker:
             shard=prompts.shard,
             prompts=len(prompts.prompt_ids),
             tokens=int(prompts.ends[-1]),
+            host=platform.node(),
+            pid=os.getpid(),
             engine_start_s=self._engine_start_s,
             load_s=self._engine.load_s,
             first_request_s=self._engine.first_request_s,

@@ -111,6 +111,8 @@ def receipt_of(shard: int, num_bytes: int, digest: str) -> Receipt:
         shard=shard,
         prompts=1,
         tokens=1,
+        host="",
+        pid=0,
         engine_start_s=0.0,
         load_s=0.0,
         first_request_s=0.0,
