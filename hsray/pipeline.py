@@ -95,8 +95,9 @@ def build(
         engine: ``"sglang"``, or ``"transformers"`` for models that SGLang lacks.
         engine_args: Arguments for the engine itself, such as ``{"attention_backend": "triton"}`` for SGLang.
         tensor_parallel: GPUs of one node that share the model in each engine.
-        engines: Engine actors; by default as many as the cluster's GPUs allow, and one where there is none. ``(2, 16)``: as
-            many, between these, as the cluster has room for, nodes that join later too; an autoscaler is asked for them.
+        engines: Engine actors; by default as many as the cluster's GPUs allow, and one where there is none. Those that have
+            no room wait for nodes that join later, which an autoscaler sees. ``(2, 16)``: two, and more, up to 16, when
+            there is room for one.
         requests_in_flight: Prompts that an engine is given at one time, to compute in one pass. One keeps every number
             reproducible to the last bit; more pays where prompts are short, below about 2,000 tokens on a GPU, and best
             with shards of several passes.

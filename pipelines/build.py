@@ -70,8 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--engines",
         type=parse_engines,
         metavar="N or MIN:MAX",
-        help="engine actors; by default as many as the cluster's GPUs allow, or one without a GPU; 2:16 is as many, between "
-        "these, as the cluster has room for, nodes that join later too",
+        help="engine actors; by default as many as the cluster's GPUs allow, or one without a GPU; those that have no room "
+        "wait for nodes that join later; 2:16 is two, and more, up to 16, when there is room for one",
     )
     add(
         "--requests-in-flight",

@@ -70,7 +70,7 @@ def test_the_job_runs_a_command_that_the_script_understands():
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     python, script, *flags = job["spec"]["entrypoint"].split()
     assert python == "python" and (ROOT / Path(script).relative_to("/opt/hsray")).exists()
-    assert make_parser().parse_args(flags).engines == (1, 8)
+    assert make_parser().parse_args(flags).engines == 8
     assert yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
 
 
