@@ -227,7 +227,7 @@ class Rounds:
             raise PromptFailed(
                 f"prompt {first.prompt_id!r} of shard {first.shard}, {first.num_tokens} tokens: {first.failure}"
                 + (f" (and {len(bad) - 1} more prompts)" if len(bad) > 1 else "")
-                + "; take it out of the dataset, or pass on_failure='skip'"
+                + "; pass on_failure='skip', or take it out of the dataset, which is then another and needs another out"
             )
         skipped = [
             Skipped(

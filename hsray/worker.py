@@ -134,6 +134,7 @@ class CaptureWorker:
         if self._store.exists(shard_name(prompts.shard, self._job.file_format)):
             return replace(receipt, digest=check_shard(self._store, self._expected(receipt)))
         if before.begun >= self._job.max_attempts:
+            # Not forgotten: Ray may send the task again, when its answer is lost with a node.
             return replace(receipt, failure=before.words or _died(before.begun, "it was there"))
         try:
             receipt = self._capture_and_publish(prompts, receipt)
@@ -299,6 +300,6 @@ class ProbeWorker(CaptureWorker):
 
 def _died(times: int, when: str) -> str:
     return (
-        f"the engine's process died {times} times while {when}, without a word; out of memory is the usual cause (the kernel's "
+        f"the engine's process died {times} time{'s' * (times > 1)} while {when}, without a word; out of memory is the usual cause (the kernel's "
         "log says so), or it stood still for request_timeout_s (the worker's log says so)"
     )

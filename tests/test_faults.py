@@ -146,7 +146,7 @@ def test_an_engine_that_dies_of_everything_is_not_tried_with_every_shard(ray_ses
 def test_a_prompt_that_hangs_its_engine_is_named_in_the_engines_words(ray_session, poisoned, tmp_path):
     words = "prompt 'p7' of shard 3, 10 tokens: the engine gave no answer within request_timeout_s=2 and was killed"
     with pytest.raises(
-        PromptFailed, match=re.escape(f"{words}; take it out of the dataset, or pass on_failure='skip'")
+        PromptFailed, match=re.escape(f"{words}; pass on_failure='skip', or take it out of the dataset")
     ):
         build(poisoned, prompts_with(p7=HANGS), tmp_path / "out", request_timeout_s=2)
     assert load_manifest(Store(tmp_path / "out")).skipped == ()
