@@ -208,6 +208,7 @@ def _build(
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
     lease.check()
+    _check_plan_is_there(manifest, store)
     if manifest.state != "complete" or pending:
         manifest = complete(manifest, store, digests)
     check_inventory(manifest, published_shards(store, manifest.identity.file_format), store)
@@ -218,6 +219,17 @@ def _build(
 def _check_room(request: Request) -> None:
     """Raises ValueError where no node of the cluster has room for an engine, before the plan costs time."""
     Pool.of(nodes_of_cluster(), tensor_parallel=request.identity.tensor_parallel, engines=request.engines, num_tasks=1)
+
+
+def _check_plan_is_there(manifest: Manifest, store: Store) -> None:
+    """Raises ManifestError where files of the plan were removed meanwhile: without them nobody can check the shards."""
+    found = store.list("plan")
+    gone = [file.name for file in manifest.plan.files if file.name.removeprefix("plan/") not in found]
+    if gone:
+        raise ManifestError(
+            f"{store.url!r}: {len(gone)} of {len(manifest.plan.files)} files of the plan were removed during the build "
+            f"({', '.join(gone[:3])}); restore them and build again, or build to another out="
+        )
 
 
 def made_before(manifest: Manifest, store: Store) -> dict[int, str]:

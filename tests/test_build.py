@@ -2,7 +2,10 @@
 
 import json
 import re
+import shutil
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 
 import hsray
 from hsray.engine import EngineDied
+from hsray.manifest import ManifestError
 from hsray.report import BuildReport
 from hsray.rounds import PLAN_READERS
 from tests.builds import build_tiny, files_of, unique_prompts
@@ -154,3 +158,16 @@ def test_states_that_are_not_finite_end_the_build_naming_the_prompt(ray_session,
     ):
         build_tiny(broken, rows, tmp_path / "out")
     assert not any((tmp_path / "out").glob("shards/*"))
+
+
+def test_a_plan_that_is_removed_meanwhile_is_missed_before_the_dataset_is_complete(ray_session, tiny_llama, tmp_path):
+    out, rows = tmp_path / "out", unique_prompts(60, longest=200)
+    with ThreadPoolExecutor(1) as thread:
+        building = thread.submit(build_tiny, tiny_llama, rows, out, shard_bytes=100_000)
+        while not any(out.glob("shards/[0-9]*")):
+            assert not building.done(), building.result()
+            time.sleep(0.01)
+        shutil.rmtree(out / "plan")
+        with pytest.raises(ManifestError, match="1 of 1 files of the plan were removed during the build"):
+            building.result()
+    assert json.loads((out / "manifest.json").read_text())["state"] == "building"

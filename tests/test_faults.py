@@ -117,7 +117,7 @@ def test_prompts_that_fail_are_left_out_and_listed_and_the_others_are_kept(ray_s
         ("shards/000004.parquet", "p8", 10),
     ]
     died, refused, not_finite, _ = (row["reason"] for row in listed)
-    assert "process died 1 times while it was there, without a word" in died
+    assert "process died 1 time while it was there, without a word" in died
     assert "CUDA error: an illegal memory access" in refused
     assert "NaN or infinite numbers" in not_finite
     events = [json.loads(line) for line in (tmp_path / "out" / EVENTS_NAME).read_text().splitlines()]
