@@ -137,7 +137,7 @@ def test_prompts_that_fail_are_left_out_and_listed_and_the_others_are_kept(ray_s
 
 def test_an_engine_that_dies_of_everything_is_not_tried_with_every_shard(ray_session, poisoned, tmp_path):
     rows = prompts_with(**{f"p{number}": EXITS for number in range(12)})
-    with pytest.raises(PromptFailed, match=r"prompt 'p\d+' of shard \d, 10 tokens: the engine's process died 1 times"):
+    with pytest.raises(PromptFailed, match=r"prompt 'p\d+' of shard \d, 10 tokens: the engine's process died 1 time"):
         build(poisoned, rows, tmp_path / "out")
     events = [json.loads(line) for line in (tmp_path / "out" / EVENTS_NAME).read_text().splitlines()]
     assert sum(event["event"] == "failed" for event in events) == 3  # of 6
