@@ -208,8 +208,8 @@ def _build(
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
     lease.check()
-    _check_plan_is_there(manifest, store)
     if manifest.state != "complete" or pending:
+        _check_plan_is_there(manifest, store)
         manifest = complete(manifest, store, digests)
     check_inventory(manifest, published_shards(store, manifest.identity.file_format), store)
     report.nbytes = sum(manifest.shard_file_bytes)

@@ -256,9 +256,8 @@ class Chaos:
         last = {shard: place for place, (shard, _, other) in enumerate(steps) if other == "begun"}
         repeated = [0] * len(self._actors_before)
         for place, (shard, pid, other) in enumerate(steps):
-            if (
-                other == step and place < last[shard]
-            ):  # its process was there before some kills; the last of them ended it
+            # Its process was there before some kills; the last of them ended it.
+            if other == step and place < last[shard]:
                 seen = [kill for kill, pids in enumerate(self._actors_before) if pid in pids]
                 repeated[seen[-1] if seen else 0] += 1
         return repeated
