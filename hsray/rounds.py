@@ -82,7 +82,7 @@ class Pool:
         hosts = [(gpus // gpus_each, cpus) for gpus, cpus in nodes if gpus >= gpus_each] if gpus_each else []
         if gpus_each and not hosts:
             raise ValueError(
-                f"tensor_parallel={gpus_each}: no node has so many GPUs; the nodes have {', '.join(str(gpus) for gpus, _ in nodes)}. "
+                f"tensor_parallel={gpus_each}: no node has so many GPUs; the most that one has is {max(gpus for gpus, _ in nodes)}. "
                 "Give a smaller tensor_parallel, or the cluster a larger node"
             )
         if engines is None:

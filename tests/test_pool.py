@@ -102,8 +102,8 @@ def test_an_engine_takes_the_gpus_of_one_node_and_it_is_said_where_none_has_so_m
             start_build(cluster, tiny_llama, dataset, tmp_path / "none", engine="sglang", tensor_parallel=4)
         )
         assert status == 1 and words.endswith(
-            "error: tensor_parallel=4: no node has so many GPUs; the nodes have 1, 2. Give a smaller tensor_parallel, or the "
-            "cluster a larger node\n"
+            "error: tensor_parallel=4: no node has so many GPUs; the most that one has is 2. Give a smaller tensor_parallel, or "
+            "the cluster a larger node\n"
         )
         assert not (tmp_path / "none/manifest.json").exists()
 
