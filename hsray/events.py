@@ -60,7 +60,7 @@ class Events(AbstractContextManager):
         self.note("build", identity=identity_digest, shards_left=shards_left)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.note("end", error=None if error is None else f"{kind.__name__}: {error}")
+        self.note("end", error=None if error is None else f"{kind.__name__}: {error}".removesuffix(": "))
         self._flush()
 
     def receipt(self, receipt: Receipt) -> None:

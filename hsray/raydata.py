@@ -6,9 +6,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import pyarrow as pa
 
@@ -39,16 +39,14 @@ def ray_data() -> Iterator[None]:
     with _without_preempting():
         if not ray.is_initialized():
             _start_ray()
-        with _settings():
+        with _settings, _interruptible():
             yield
 
 
-@contextmanager
-def _settings() -> Iterator[None]:
-    import ray.data
+class _Settings:
+    """Ray Data's, which are a process's: as hsray needs them while any thread is in here, and then as they were."""
 
-    context = ray.data.DataContext.get_current()
-    wanted = {
+    WANTED: ClassVar[Mapping[str, Any]] = {
         "enable_progress_bars": False,
         "print_on_execution_start": False,
         # A shard may take minutes, and an engine longer to load; Ray would end the build.
@@ -56,22 +54,44 @@ def _settings() -> Iterator[None]:
         "max_errored_blocks": 0,
         "raise_original_map_exception": True,  # otherwise it is wrapped in another, which loses it on its way here
     }
-    before = {name: getattr(context, name) for name in wanted}
-    before_order = context.execution_options.preserve_order
-    data_logger = logging.getLogger("ray.data")
-    before_level = data_logger.level
-    try:
-        for name, value in wanted.items():
+
+    def __init__(self) -> None:
+        self._lock, self._num_threads = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._num_threads:
+                self._before = self._set(self.WANTED, preserve_order=True, log_level=logging.CRITICAL)
+            self._num_threads += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_threads -= 1
+            if not self._num_threads:
+                values, preserve_order, log_level = self._before
+                self._set(values, preserve_order=preserve_order, log_level=log_level)
+
+    def _set(
+        self, values: Mapping[str, Any], *, preserve_order: bool, log_level: int
+    ) -> tuple[dict[str, Any], bool, int]:
+        """Gives what they were."""
+        import ray.data
+
+        context = ray.data.DataContext.get_current()
+        data_logger = logging.getLogger("ray.data")  # what fails is raised here, without Ray's pages around it
+        before = (
+            {name: getattr(context, name) for name in values},
+            context.execution_options.preserve_order,
+            data_logger.level,
+        )
+        for name, value in values.items():
             setattr(context, name, value)
-        context.execution_options.preserve_order = True
-        data_logger.setLevel(logging.CRITICAL)  # what fails is raised here, without Ray's pages around it
-        with _interruptible():
-            yield
-    finally:
-        for name, value in before.items():
-            setattr(context, name, value)
-        context.execution_options.preserve_order = before_order
-        data_logger.setLevel(before_level)
+        context.execution_options.preserve_order = preserve_order
+        data_logger.setLevel(log_level)
+        return before
+
+
+_settings = _Settings()
 
 
 @contextmanager

@@ -89,6 +89,8 @@ class BuildReport:
     new_shards: int = 0
     """Captured by this call; the others were there already."""
     new_tokens: int = 0
+    retries: int = 0
+    """Attempts at shards that ended in vain, with the engine's process; ``events.jsonl`` has their shards."""
     elapsed_s: float = 0.0
     plan_s: float = 0.0
     """Reading and tokenising the prompts, or comparing them with the plan."""
@@ -147,6 +149,10 @@ class BuildReport:
         lines.append(
             f"{self.new_shards:,} shards captured in this run: {self.new_tokens:,} tokens at {self.tokens_per_s:,.0f} tokens/s"
         )
+        if self.retries:
+            lines.append(
+                f"engines' deaths ended {self.retries:,} attempts at shards, which were made again; events.jsonl says which"
+            )
         for layer, rounding in self.rounding.items():
             lines.append(
                 f"layer {layer} in eight bits: off by {rounding.mean:.2%} of a token, at worst {rounding.worst:.2%}"

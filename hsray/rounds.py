@@ -174,6 +174,7 @@ class Rounds:
                     for row in rows:
                         receipt = Receipt(**row)
                         self._events.receipt(receipt)
+                        self._report.retries += receipt.attempt
                         if not receipt.failure:
                             self._count(receipt)
                             continue
@@ -191,7 +192,9 @@ class Rounds:
         self._digests[receipt.shard] = receipt.digest
         self._bar.start_t = self._report.first_started_at  # the engine's start says nothing of the time left
         self._bar.set_postfix_str(
-            f"{self._report.new_shards}/{self._num_pending} shards, {self._report.nbytes / 1e6:,.0f} MB", refresh=False
+            f"{self._report.new_shards}/{self._num_pending} shards, {self._report.nbytes / 1e6:,.0f} MB"
+            + (f", {self._report.retries} tried again" if self._report.retries else ""),
+            refresh=False,
         )
         self._bar.update(receipt.tokens)
 

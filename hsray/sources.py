@@ -19,6 +19,8 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from hsray.store import client_errors
+
 if TYPE_CHECKING:
     import fsspec
     import ray.data
@@ -123,9 +125,11 @@ def expand(pattern: str, storage_options: Mapping[str, Any] | None = None) -> li
     from fsspec.core import url_to_fs
 
     fs, path = url_to_fs(pattern, **(storage_options or {}))
-    if fs.isfile(path):
+    with client_errors(pattern):
+        is_file, is_folder = fs.isfile(path), bool(path.strip("/")) and fs.isdir(path)
+    if is_file:
         found = [path]
-    elif path.strip("/") and fs.isdir(path):
+    elif is_folder:
         found = _saved_files(fs, path.rstrip("/"))
     else:
         found = sorted(name for name in fs.glob(path) if fs.isfile(name))

@@ -63,7 +63,8 @@ class Store:
         path = self.path(folder) if folder else self._root
         self._fs.invalidate_cache()
         try:
-            entries = self._fs.ls(path, detail=True)
+            with client_errors(self.url):
+                entries = self._fs.ls(path, detail=True)
         except FileNotFoundError:
             return {}
         names = {entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry for entry in entries}
@@ -88,17 +89,19 @@ class Store:
             names = {name[name.index(path) + len(path) + 1 :]: entry["size"] for name, entry in found.items()}
             return {name.split("/")[0]: 0 if "/" in name else size for name, size in names.items()}
 
-        with ThreadPoolExecutor(LIST_THREADS) as threads:
+        with client_errors(self.url), ThreadPoolExecutor(LIST_THREADS) as threads:
             return dict(item for part in threads.map(sizes, prefixes) for item in part.items())
 
     def exists(self, name: str) -> bool:
         """Whether an object has been published."""
         self._fs.invalidate_cache()
-        return self._fs.exists(self.path(name))
+        with client_errors(self.url):
+            return self._fs.exists(self.path(name))
 
     def read(self, name: str) -> bytes:
         """An object's bytes."""
-        return self._fs.cat_file(self.path(name))
+        with client_errors(self.url):
+            return self._fs.cat_file(self.path(name))
 
     def read_or_empty(self, name: str) -> bytes:
         """An object's bytes; none if there is no such object."""
@@ -206,7 +209,8 @@ class Store:
         # S3's client takes `bytes` alone, and these give theirs without a copy.
         sink = io.BytesIO()
         yield sink
-        self._fs.pipe_file(self.path(name), sink.getvalue())
+        with client_errors(self.url):
+            self._fs.pipe_file(self.path(name), sink.getvalue())
 
     def remove(self, name: str) -> None:
         """Removes an object that exists."""
@@ -240,6 +244,20 @@ class Store:
                 self.remove(probe)
         except OSError as error:
             raise type(error)(f"{self.url!r} cannot be written: {error}; give an out= that can") from error
+
+
+@contextmanager
+def client_errors(url: str) -> Iterator[None]:
+    """Raises ConnectionError for what is no OSError: a client's own words for an address, or for credentials, that will not do."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise ConnectionError(
+            f"{url!r} cannot be reached: {type(error).__name__}: {error}; see to its address and credentials, in the "
+            "environment or in storage_options"
+        ) from error
 
 
 def _patient(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:

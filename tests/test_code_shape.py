@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = [
     "flags",
     "strict_json",
+    "store",
     "layers",
     "model",
     "describe",
@@ -30,7 +31,6 @@ ORDER = [
     "shapes",
     "sources",
     "prompts",
-    "store",
     "seen",
     "plan",
     "float8",

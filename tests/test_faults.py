@@ -125,6 +125,8 @@ def test_prompts_that_fail_are_left_out_and_listed_and_the_others_are_kept(ray_s
     assert sorted(event["shard"] for event in events if event["event"] == "receipt") == list(range(6))
     assert [event["prompt_id"] for event in events if event["event"] == "drop"] == ["p3", "p4", "p5", "p8"]
     assert any(event["event"] == "retry" and event["shard"] == 1 and event["attempt"] == 1 for event in events)
+    assert report.retries == sum(event["attempt"] for event in events if event["event"] == "retry")
+    assert f"engines' deaths ended {report.retries} attempts at shards" in str(report)
     assert_holds(tmp_path / "out", [row for row in rows if row["id"] not in ("p3", "p4", "p5", "p8")], poisoned)
     whole = files_of(tmp_path / "out")
     (tmp_path / "out/shards/000001.parquet").unlink()

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -44,6 +45,35 @@ def test_a_sandbox_that_forbids_the_policy_is_no_error(ray_session, monkeypatch)
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     with ray_data():
         assert len(list(blocks_of(ray.data.range(1)))) == 1
+
+
+def test_threads_that_build_at_one_time_leave_ray_datas_settings_as_they_were(ray_session):
+    settings = ray.data.DataContext.get_current()
+    first_is_in, first_may_end, second_is_in = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with ray_data():
+            first_is_in.set()
+            assert second_is_in.wait(60)
+        first_may_end.set()
+
+    thread = threading.Thread(target=first)
+    before = settings.copy()
+    thread.start()
+    assert first_is_in.wait(60)
+    with ray_data():
+        second_is_in.set()
+        assert first_may_end.wait(60)
+        assert settings.execution_options.preserve_order and settings.raise_original_map_exception  # the second's still
+    thread.join()
+    assert (settings.execution_options.preserve_order, settings.raise_original_map_exception) == (
+        before.execution_options.preserve_order,
+        before.raise_original_map_exception,
+    )
+    assert (settings.enable_progress_bars, settings.execution_no_progress_timeout_s) == (
+        before.enable_progress_bars,
+        before.execution_no_progress_timeout_s,
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -10,6 +10,7 @@ import hsray
 from hsray.audit import check
 from hsray.manifest import ManifestError, published_shards
 from hsray.plan import shard_name
+from hsray.sources import expand
 from hsray.store import Store
 from tests.builds import build_tiny, unique_prompts
 from tests.s3 import KEY, SECRET, FaultProxy, options_for, reader_of, s3_server
@@ -51,6 +52,27 @@ def test_objects_are_published_listed_read_and_removed(options):
     assert not other.exists("shards/000000.parquet")
     with pytest.raises(FileNotFoundError):
         other.read("shards/000000.parquet")
+
+
+def test_a_target_that_is_not_there_or_lets_nobody_in_is_said_in_one_line(options, tmp_path, tiny_llama, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    nobody = {"endpoint_url": options["endpoint_url"]}
+    with pytest.raises(
+        ConnectionError, match=r"^'s3://bucket/x' cannot be reached: NoCredentialsError: .*storage_options$"
+    ):
+        build_tiny(tiny_llama, make_prompts(LENGTHS), "s3://bucket/x", storage_options=nobody)
+    with pytest.raises(ConnectionError, match=r"^'s3://bucket/p.jsonl' cannot be reached: NoCredentialsError: "):
+        list(expand("s3://bucket/p.jsonl", nobody))
+    nowhere = {
+        **options,
+        "endpoint_url": "http://127.0.0.1:9",
+        "config_kwargs": {"retries": {"max_attempts": 1}},
+    }
+    for ask in (Store.list, lambda store: store.read("x"), lambda store: store.publish("x", b"1")):
+        with pytest.raises(ConnectionError, match=r"^'s3://bucket/x' cannot be reached: EndpointConnectionError: "):
+            ask(Store("s3://bucket/x", nowhere))
 
 
 def test_credentials_may_come_from_the_environment(endpoint, monkeypatch):
