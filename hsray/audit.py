@@ -16,6 +16,7 @@ from hsray.rounds import plan_files_of
 from hsray.shard import ShardError, ShardPrompts, all_finite, state_columns
 from hsray.shard_file import ShardFile
 from hsray.store import Store
+from hsray.tasks import map_batches
 
 #: Shards of a task at the most: each task reads a plan file, of some 70 MB.
 TASK_SHARDS = 32
@@ -143,9 +144,8 @@ def _read_shards(
             for start in range(0, len(row["shards"]), each)
         ]
         job = {"out": store.url, "storage_options": storage_options, "manifest": manifest, "deep": report.deep}
-        results = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
-            _check_task, fn_kwargs=job, batch_size=1, batch_format="pyarrow"
-        )
+        rows = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+        results = map_batches(rows, _check_task, fn_kwargs=job, batch_size=1)
         with (
             closing(blocks_of(results)) as blocks,
             tqdm(total=len(shards), unit="shard", desc="check", disable=not progress) as bar,

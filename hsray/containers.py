@@ -6,10 +6,12 @@ batches are views of the file, since compressed ones are refused.
 """
 
 import base64
+import io
 import re
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import pyarrow as pa
@@ -52,6 +54,7 @@ class ParquetContainer(Container):
         self._metadata, self.schema = file.metadata, file.schema_arrow
         self._groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
         self.group_rows = [group.num_rows for group in self._groups]
+        _check_chunks(self._metadata, source.size())
         self._idle = [file]
 
     def claims(self) -> dict[str, int]:
@@ -133,6 +136,43 @@ def _refuse_extensions(texts: Sequence[bytes]) -> None:
     """
     if any(EXTENSION in text for text in texts):
         raise pa.ArrowInvalid("it has columns of an extension type, which no shard has")
+
+
+class _NothingRead(Exception):
+    """Arrow has begun to read."""
+
+
+class _Unread(io.RawIOBase):
+    """A file of so many bytes, none of which can be had."""
+
+    def __init__(self, num_bytes: int):
+        self._num_bytes, self._place = num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._num_bytes}[whence] + offset
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        raise _NothingRead
+
+
+def _check_chunks(metadata: pq.FileMetaData, file_bytes: int) -> None:
+    """Raises for a footer whose column chunks Arrow refuses; asked for one of them by itself, PyArrow 26 ends the process.
+
+    Before Arrow reads row groups it looks at all of their chunks, and raises what it finds; here it gets no further.
+    """
+    file = pq.ParquetFile(pa.PythonFile(_Unread(file_bytes), "r"), metadata=metadata, pre_buffer=True)
+    with suppress(_NothingRead):
+        file.read_row_groups(range(metadata.num_row_groups), use_threads=False)
 
 
 def _parquet_footer(source: pa.NativeFile) -> bytes:

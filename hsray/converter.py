@@ -29,6 +29,7 @@ from hsray.raydata import blocks_of, ray_data
 from hsray.shard import FileFormat, ShardError, codec, digested, stamped, write_table
 from hsray.shard_file import ShardFile
 from hsray.store import Store
+from hsray.tasks import map_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +127,8 @@ def _write(job: Mapping[str, Any], pending: list[int], progress: bool) -> dict[i
     digests = {}
     with ray_data():
         rows = [{"shard": shard} for shard in pending]
-        receipts = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-            _convert_shard, fn_kwargs=job, batch_size=1, batch_format="pyarrow", num_cpus=1
-        )
+        shards = ray.data.from_items(rows, override_num_blocks=len(rows))
+        receipts = map_batches(shards, _convert_shard, fn_kwargs=job, batch_size=1, num_cpus=1)
         with (
             closing(blocks_of(receipts)) as blocks,
             tqdm(total=len(pending), unit="shard", desc="convert", disable=not progress) as bar,

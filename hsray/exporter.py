@@ -23,6 +23,7 @@ from hsray.shard import state_columns
 from hsray.shard_file import ShardFile
 from hsray.store import Store
 from hsray.targets import TARGETS, Sample, Selection, Written
+from hsray.tasks import map_batches
 
 if TYPE_CHECKING:
     import torch
@@ -245,9 +246,8 @@ def _write(job: ExportJob, pending: list[int], report: ExportReport, progress: b
     rows = [{"shard": shard, "first_row": starts[shard]} for shard in pending]
     num_tokens = sum(job.manifest.plan.shard_tokens[shard] for shard in pending)
     with ray_data(), tqdm(total=num_tokens, unit="tok", unit_scale=True, desc=job.target, disable=not progress) as bar:
-        receipts = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-            _write_shard, fn_kwargs={"job": ray.put(job)}, batch_size=1, batch_format="pyarrow", num_cpus=1
-        )
+        shards = ray.data.from_items(rows, override_num_blocks=len(rows))
+        receipts = map_batches(shards, _write_shard, fn_kwargs={"job": ray.put(job)}, batch_size=1, num_cpus=1)
         for block in blocks_of(receipts):
             for receipt in block.to_pylist():
                 report.new_shards += 1

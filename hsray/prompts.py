@@ -22,6 +22,7 @@ from hsray.chat import ChatOptions
 from hsray.describe import load_chat_tokenizer
 from hsray.shapes import GivenTokens, find_shape, own_id, read_row
 from hsray.strict_json import load_json
+from hsray.tasks import map_batches
 from hsray.tokens import Rendered, tokenize
 
 if TYPE_CHECKING:
@@ -104,22 +105,16 @@ def tokenize_rows(rows: "ray.data.Dataset", options: PromptOptions) -> "ray.data
     """
     # A file would be one block of 128 MB, or one task; and between two tasks of a core Ray leaves it idle for 0.1 s or so.
     rows.context.target_max_block_size = BLOCK_BYTES
-    prompts = rows.map_batches(
-        tokenize_batch,
-        fn_kwargs={"options": options},
-        batch_size=TOKENIZE_BATCH_ROWS,
-        batch_format="pyarrow",
-        zero_copy_batch=True,
-    )
+    prompts = map_batches(rows, tokenize_batch, fn_kwargs={"options": options}, batch_size=TOKENIZE_BATCH_ROWS)
     if options.sort == "length":
-        prompts = prompts.map_batches(_add_sort_column, batch_format="pyarrow", zero_copy_batch=True)
+        prompts = map_batches(prompts, _add_sort_column)
         prompts = prompts.sort(SORT_COLUMN).drop_columns([SORT_COLUMN])
     return prompts
 
 
 def digest_rows(rows: "ray.data.Dataset") -> "ray.data.Dataset":
     """Each row's digest, in order, as `tokenize_rows` gives it, without tokenising."""
-    return rows.map_batches(_digest_batch, batch_format="pyarrow", zero_copy_batch=True)
+    return map_batches(rows, _digest_batch)
 
 
 def _digest_batch(batch: pa.Table) -> pa.Table:

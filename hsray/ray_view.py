@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hsray.layers import column_name
+from hsray.tasks import map_batches
 
 if TYPE_CHECKING:
     import ray.data
@@ -23,7 +24,7 @@ def to_ray(dataset: "HiddenStates") -> "ray.data.Dataset":
     shards = ray.data.from_items(
         [{"shard": shard} for shard in dataset.shards], override_num_blocks=len(dataset.shards)
     )
-    return shards.map_batches(_read_shard, fn_kwargs={"dataset": dataset}, batch_size=1)
+    return map_batches(shards, _read_shard, fn_kwargs={"dataset": dataset}, batch_size=1, batch_format="numpy")
 
 
 def _read_shard(batch: dict[str, np.ndarray], *, dataset: "HiddenStates") -> Iterator[dict[str, np.ndarray]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import pyarrow as pa
 
 from hsray.engine import EngineDied
+from hsray.tasks import TASK_RETRIES
 
 if TYPE_CHECKING:
     import ray.data
@@ -22,6 +23,9 @@ RAY_ADVICE = "\nFailed to apply UDF transform after"
 
 #: How long a cluster may take to accept a connection.
 CONNECT_S = 10.0
+
+#: One thread starts Ray; others wait for it.
+_starting = threading.Lock()
 
 #: Set once a signal has asked the driver to end.
 _interrupted = threading.Event()
@@ -37,8 +41,9 @@ def ray_data() -> Iterator[None]:
     import ray
 
     with _without_preempting():
-        if not ray.is_initialized():
-            _start_ray()
+        with _starting:
+            if not ray.is_initialized():
+                _start_ray()
         with _settings, _interruptible():
             yield
 
@@ -212,7 +217,7 @@ def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
     """
     import ray
     from ray.data.block import BlockAccessor
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
 
     try:
         for bundle in dataset.iter_internal_ref_bundles():
@@ -227,6 +232,11 @@ def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
         raise ProcessDied(
             f"an engine's process died again and again, or its node has gone; out of memory is the usual cause (the "
             f"kernel's log says so). Saying the same again resumes the build. Ray says: {error}"
+        ) from error
+    except WorkerCrashedError as error:
+        raise ProcessDied(
+            f"a process that reads or writes files died {TASK_RETRIES + 1} times over one task; out of memory is the usual cause "
+            f"(the kernel's log says so). Ray says: {error}"
         ) from error
 
 

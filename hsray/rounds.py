@@ -25,6 +25,7 @@ from hsray.plan import PlanFile, read_plan_file
 from hsray.raydata import ProcessDied, blocks_of
 from hsray.report import BuildReport, Receipt, Verdict
 from hsray.store import Store
+from hsray.tasks import map_batches
 from hsray.worker import CaptureJob, CaptureWorker, ProbeWorker
 
 #: Shards that an actor writes at one time, while it captures another: one core writes about 1 GB/s, and a GPU's engine
@@ -277,40 +278,37 @@ class Rounds:
         tasks_each = 1 if apart else options.num_buffers + 1
         files = plan_files_of(self.manifest.plan.files, shards)
         names: list[str] = []
+        # It takes next to nothing, and the engines may hold every core; unbounded, it would be a process for each file.
+        planned = map_batches(
+            ray.data.from_items(files, override_num_blocks=len(files)),
+            _read_plan,
+            fn_kwargs={"job": job, "places": places},
+            batch_size=1,
+            num_cpus=0,
+            compute=ray.data.TaskPoolStrategy(size=min(PLAN_READERS, len(files))),
+        )
         with warnings.catch_warnings():
             # Ray Data 2.60 has no other way yet to bound an actor's restarts and to name it.
             warnings.simplefilter("ignore", RayDeprecationWarning)
-            said = (
-                ray.data.from_items(files, override_num_blocks=len(files))
-                # It takes next to nothing, and the engines may hold every core; unbounded, it would be a process for each file.
-                .map_batches(
-                    _read_plan,
-                    fn_kwargs={"job": job, "places": places},
-                    batch_size=1,
-                    batch_format="pyarrow",
-                    num_cpus=0,
-                    compute=ray.data.TaskPoolStrategy(size=min(PLAN_READERS, len(files))),
-                )
-                .map_batches(
-                    worker,
-                    fn_constructor_args=(job,),
-                    batch_size=1,
-                    batch_format="pyarrow",
-                    num_cpus=pool.cpus_each,
-                    num_gpus=pool.gpus_each,
-                    # A task gives up by itself before Ray does, as does an engine that cannot start (`hsray.attempts`); an
-                    # actor's deaths may be several shards' doing, and its nodes'.
-                    max_restarts=4 * job.max_attempts,
-                    max_task_retries=MOST_RETRIES,
-                    ray_remote_args_fn=lambda: names.append(f"hsray-{uuid.uuid4().hex}") or {"name": names[-1]},
-                    compute=ray.data.ActorPoolStrategy(
-                        min_size=pool.fewest,
-                        max_size=pool.most,
-                        max_concurrent_calls_per_actor=tasks_each,
-                        enable_true_multi_threading=True,
-                        max_tasks_in_flight_per_actor=tasks_each if apart else tasks_each + 2,
-                    ),
-                )
+            said = planned.map_batches(
+                worker,
+                fn_constructor_args=(job,),
+                batch_size=1,
+                batch_format="pyarrow",
+                num_cpus=pool.cpus_each,
+                num_gpus=pool.gpus_each,
+                # A task gives up by itself before Ray does, as does an engine that cannot start (`hsray.attempts`); an actor's
+                # deaths may be several shards' doing, and its nodes'.
+                max_restarts=4 * job.max_attempts,
+                max_task_retries=MOST_RETRIES,
+                ray_remote_args_fn=lambda: names.append(f"hsray-{uuid.uuid4().hex}") or {"name": names[-1]},
+                compute=ray.data.ActorPoolStrategy(
+                    min_size=pool.fewest,
+                    max_size=pool.most,
+                    max_concurrent_calls_per_actor=tasks_each,
+                    enable_true_multi_threading=True,
+                    max_tasks_in_flight_per_actor=tasks_each if apart else tasks_each + 2,
+                ),
             )
         # A block is a task; of one byte it has one row: one shard, whose receipt comes at once. A death counts against a whole
         # task, so what is under suspicion has one of its own.

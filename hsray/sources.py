@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from hsray.store import client_errors
+from hsray.tasks import map_batches
 
 if TYPE_CHECKING:
     import fsspec
@@ -65,7 +66,7 @@ def read_rows(dataset: Any, *, storage_options: Mapping[str, Any] | None = None)
     import ray.data
 
     if isinstance(dataset, ray.data.Dataset):
-        rows = dataset.map_batches(_dataset_rows, batch_format="pyarrow", zero_copy_batch=True)
+        rows = map_batches(dataset, _dataset_rows)
         # Of its own, or the settings would be the dataset's from then on; Ray has no public way.
         rows._context = rows._logical_plan.context = copy.deepcopy(rows.context)
         # The dataset brings its own settings, which may drop a block that fails, and rows in any order.
@@ -76,7 +77,7 @@ def read_rows(dataset: Any, *, storage_options: Mapping[str, Any] | None = None)
         return _file_rows([str(dataset)], storage_options)
     if _is_hugging_face(dataset):
         tables = list(_numbered_tables(dataset)) or [pa.table({NUMBER_COLUMN: pa.array([], pa.int64())})]
-        return ray.data.from_arrow(tables).map_batches(_dataset_rows, batch_format="pyarrow", zero_copy_batch=True)
+        return map_batches(ray.data.from_arrow(tables), _dataset_rows)
     if isinstance(dataset, Sequence) and dataset and all(isinstance(item, (str, Path)) for item in dataset):
         return _file_rows([str(item) for item in dataset], storage_options)
     if isinstance(dataset, Sequence) and all(isinstance(item, Mapping) for item in dataset):
@@ -110,11 +111,11 @@ def _file_rows(patterns: list[str], storage_options: Mapping[str, Any] | None) -
     items = ray.data.from_items([{"path": path} for path in files], override_num_blocks=len(files))
     # Beside the tokenizers, which take 15 times as long and need every core: a large file's reader lives as long as they do.
     num_readers = max(MIN_READERS, int(ray.cluster_resources().get("CPU", 0)) // CORES_A_READER)
-    return items.map_batches(
+    return map_batches(
+        items,
         _read_files,
         fn_kwargs={"storage_options": storage_options},
         batch_size=1,
-        batch_format="pyarrow",
         num_cpus=0,
         compute=ray.data.TaskPoolStrategy(size=min(num_readers, len(files))),
     )

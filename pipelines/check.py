@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import hsray
+from hsray.engine import CaptureError
 from hsray.flags import parse_object
 
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = vars(make_parser().parse_args(argv))
     try:
         report = hsray.check(arguments.pop("out"), **arguments)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, CaptureError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(report)

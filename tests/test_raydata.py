@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 import ray.data
 
-from hsray.raydata import blocks_of, ray_data
+from hsray.raydata import ProcessDied, blocks_of, ray_data
+from hsray.tasks import map_batches
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +113,26 @@ def test_a_cluster_that_is_not_there_is_said_at_once(tmp_path, named_by):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     said = done.stderr.splitlines()[-1]
     assert said.startswith(f"ConnectionError: no Ray cluster answers at {address} (Connection refused); {named_by}.")
+
+
+def test_a_task_that_ends_its_process_each_time_is_tried_so_often_and_no_more(ray_session, tmp_path):
+    def die(batch: object) -> object:
+        with open(tmp_path / "deaths", "a") as deaths:
+            deaths.write("x")
+        os._exit(1)
+
+    with ray_data(), pytest.raises(ProcessDied, match="died 11 times over one task; out of memory is the usual cause"):
+        list(blocks_of(map_batches(ray.data.range(1), die)))
+    assert (tmp_path / "deaths").read_text() == "x" * 11
+
+
+def test_threads_that_need_ray_at_one_time_start_one():
+    started = (
+        "import threading\nfrom hsray.raydata import ray_data\n"
+        "def start():\n    with ray_data(): print('started')\n"
+        "threads = [threading.Thread(target=start) for _ in range(2)]\n"
+        "for step in (threading.Thread.start, threading.Thread.join):\n    for thread in threads: step(thread)\n"
+    )
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    done = subprocess.run([sys.executable, "-c", started], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("started") == 2, done.stderr
