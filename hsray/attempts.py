@@ -20,6 +20,11 @@ class Attempts:
     words: str = ""
     """What the engine said the last time, if it could."""
 
+    @property
+    def failure(self) -> str:
+        """Why there is to be no further one."""
+        return self.words or died(self.begun, "it was there")
+
 
 def past_attempts(key: str) -> Attempts:
     """Those so far."""
@@ -27,6 +32,15 @@ def past_attempts(key: str) -> Attempts:
 
     kept = _internal_kv_get(key.encode(), namespace=NAMESPACE)
     return Attempts(**json.loads(kept)) if kept else Attempts()
+
+
+def given_up(turn: str, max_attempts: int) -> dict[int, str]:
+    """The shards that were begun so often: number -> why there is to be no further attempt."""
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    keys = [key.decode() for key in _internal_kv_list(f"{turn}/", namespace=NAMESPACE)]
+    shards = {int(what): past_attempts(key) for key in keys if (what := key.removeprefix(f"{turn}/")).isdecimal()}
+    return {shard: past.failure for shard, past in shards.items() if past.begun >= max_attempts}
 
 
 def begin_attempt(key: str) -> None:
@@ -44,6 +58,14 @@ def forget_attempts(key: str) -> None:
     from ray.experimental.internal_kv import _internal_kv_del
 
     _internal_kv_del(key.encode(), namespace=NAMESPACE)
+
+
+def died(times: int, when: str) -> str:
+    """What is said of an engine's process that left no words."""
+    return (
+        f"the engine's process died {times} time{'s' * (times > 1)} while {when}, without a word; out of memory is the usual cause "
+        "(the kernel's log says so), or it stood still for request_timeout_s (the worker's log says so)"
+    )
 
 
 def actor_id() -> str:

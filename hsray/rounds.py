@@ -17,10 +17,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from hsray.attempts import given_up
 from hsray.engine import EngineDied, PromptFailed
 from hsray.events import Events
 from hsray.lease import Lease
-from hsray.manifest import Manifest, Skipped
+from hsray.manifest import Manifest, Skipped, published_shards
 from hsray.plan import PlanFile, read_plan_file
 from hsray.raydata import ProcessDied, blocks_of
 from hsray.report import BuildReport, Receipt, Verdict
@@ -184,8 +185,17 @@ class Rounds:
                             return failed
             except ProcessDied as error:
                 self._events.note("lost", error=str(error))
-                if set(waiting).isdisjoint(self._digests.keys() | failed.keys()):
+                if not set(waiting).isdisjoint(self._digests.keys() | failed.keys()):
+                    continue
+                # What the actors said last may have been lost with the round, though not what is kept outside of it.
+                for shard, failure in given_up(self._job.turn, self._job.max_attempts).items():
+                    self._events.note("failed", shard=shard, failure=failure)
+                    failed[shard] = failure
+                published = published_shards(self._store, self.manifest.identity.file_format)
+                if set(waiting).isdisjoint(published.keys() | failed.keys()):
                     raise
+                if len(failed) >= HOPELESS and not published and not apart:
+                    return failed
         return failed
 
     def _count(self, receipt: Receipt) -> None:

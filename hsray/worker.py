@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import pyarrow as pa
 
-from hsray.attempts import actor_id, begin_attempt, forget_attempts, leave_words, past_attempts
+from hsray.attempts import actor_id, begin_attempt, died, forget_attempts, leave_words, past_attempts
 from hsray.cpu import use_all_cores
 from hsray.engine import CaptureError, EngineDied, EngineName, EngineOptions, ShardBuffer, open_engine
 from hsray.layers import Layer
@@ -83,9 +83,9 @@ class CaptureWorker:
         # Raised by the first call: of a constructor that fails, Ray reports a dead actor and a page of its own; and one that
         # dies it would start for ever.
         starts = self._key("start", actor_id())
-        died = past_attempts(starts).begun
-        if died >= job.max_attempts:
-            self._not_started = EngineDied(_died(died, "it started"))
+        deaths = past_attempts(starts).begun
+        if deaths >= job.max_attempts:
+            self._not_started = EngineDied(died(deaths, "it started"))
             return
         begin_attempt(starts)
         use_all_cores()
@@ -135,7 +135,7 @@ class CaptureWorker:
             return replace(receipt, digest=check_shard(self._store, self._expected(receipt)))
         if before.begun >= self._job.max_attempts:
             # Not forgotten: Ray may send the task again, when its answer is lost with a node.
-            return replace(receipt, failure=before.words or _died(before.begun, "it was there"))
+            return replace(receipt, failure=before.failure)
         try:
             receipt = self._capture_and_publish(prompts, receipt)
         except EngineDied as error:
@@ -267,10 +267,7 @@ class ProbeWorker(CaptureWorker):
     def _try(self, prompts: ShardPrompts, place: int) -> Verdict:
         key = self._key(prompts.shard, place)
         before = past_attempts(key)
-        if before.begun >= self._job.max_attempts:
-            failure = before.words or _died(before.begun, "it was there")
-        else:
-            failure = self._failure(prompts, key)
+        failure = before.failure if before.begun >= self._job.max_attempts else self._failure(prompts, key)
         forget_attempts(key)
         return Verdict(
             shard=prompts.shard,
@@ -296,10 +293,3 @@ class ProbeWorker(CaptureWorker):
         except (CaptureError, ShardError) as error:
             return str(error)
         return ""
-
-
-def _died(times: int, when: str) -> str:
-    return (
-        f"the engine's process died {times} time{'s' * (times > 1)} while {when}, without a word; out of memory is the usual cause (the kernel's "
-        "log says so), or it stood still for request_timeout_s (the worker's log says so)"
-    )

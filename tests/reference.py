@@ -4,6 +4,7 @@ Shapes: T tokens of a prompt, D hidden size.
 """
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -68,11 +69,13 @@ def counted_calls(run: Callable[[], object], *, within: str = "") -> int:
         if event in ("call", "c_call") and caller is not None and within in caller.f_code.co_filename:
             count += 1
 
+    gc.disable()  # what it ends on its way may be Python's code too
     sys.setprofile(profile)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
