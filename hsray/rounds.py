@@ -181,7 +181,7 @@ class Rounds:
                             self._count(receipt)
                             continue
                         failed[receipt.shard] = receipt.failure
-                        if len(failed) == HOPELESS and not self._report.new_shards and not apart:
+                        if len(failed) == HOPELESS and not (self._report.new_shards or apart):
                             return failed
             except ProcessDied as error:
                 self._events.note("lost", error=str(error))
@@ -191,10 +191,10 @@ class Rounds:
                 for shard, failure in given_up(self._job.turn, self._job.max_attempts).items():
                     self._events.note("failed", shard=shard, failure=failure)
                     failed[shard] = failure
-                published = published_shards(self._store, self.manifest.identity.file_format)
-                if set(waiting).isdisjoint(published.keys() | failed.keys()):
+                published = set(waiting) & published_shards(self._store, self.manifest.identity.file_format).keys()
+                if not published and set(waiting).isdisjoint(failed):
                     raise
-                if len(failed) >= HOPELESS and not published and not apart:
+                if len(failed) >= HOPELESS and not (published or self._report.new_shards or apart):
                     return failed
         return failed
 
