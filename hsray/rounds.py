@@ -188,7 +188,8 @@ class Rounds:
                 if not set(waiting).isdisjoint(self._digests.keys() | failed.keys()):
                     continue
                 # What the actors said last may have been lost with the round, though not what is kept outside of it.
-                for shard, failure in given_up(self._job.turn, self._job.max_attempts).items():
+                lost = sorted(given_up(self._job.turn, self._job.max_attempts).items())
+                for shard, failure in lost[:HOPELESS]:  # of any others the next round says it
                     self._events.note("failed", shard=shard, failure=failure)
                     failed[shard] = failure
                 published = set(waiting) & published_shards(self._store, self.manifest.identity.file_format).keys()
