@@ -26,6 +26,11 @@ class Attempts:
         return self.words or died(self.begun, "it was there")
 
 
+def attempt_key(turn: str, *what: object) -> str:
+    """Under which those of a shard, or of what else there is in a job's turn, are kept."""
+    return "/".join(map(str, (turn, *what)))
+
+
 def past_attempts(key: str) -> Attempts:
     """Those so far."""
     from ray.experimental.internal_kv import _internal_kv_get
@@ -38,8 +43,9 @@ def given_up(turn: str, max_attempts: int) -> dict[int, str]:
     """The shards that were begun so often: number -> why there is to be no further attempt."""
     from ray.experimental.internal_kv import _internal_kv_list
 
-    keys = [key.decode() for key in _internal_kv_list(f"{turn}/", namespace=NAMESPACE)]
-    shards = {int(what): past_attempts(key) for key in keys if (what := key.removeprefix(f"{turn}/")).isdecimal()}
+    of_turn = attempt_key(turn, "")
+    keys = [key.decode() for key in _internal_kv_list(of_turn, namespace=NAMESPACE)]
+    shards = {int(what): past_attempts(key) for key in keys if (what := key.removeprefix(of_turn)).isdecimal()}
     return {shard: past.failure for shard, past in shards.items() if past.begun >= max_attempts}
 
 

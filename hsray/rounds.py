@@ -181,7 +181,7 @@ class Rounds:
                             self._count(receipt)
                             continue
                         failed[receipt.shard] = receipt.failure
-                        if len(failed) == HOPELESS and not (self._report.new_shards or apart):
+                        if self._is_hopeless(failed, apart=apart):
                             return failed
             except ProcessDied as error:
                 self._events.note("lost", error=str(error))
@@ -195,9 +195,13 @@ class Rounds:
                 published = set(waiting) & published_shards(self._store, self.manifest.identity.file_format).keys()
                 if not published and set(waiting).isdisjoint(failed):
                     raise
-                if len(failed) >= HOPELESS and not (published or self._report.new_shards or apart):
+                if not published and self._is_hopeless(failed, apart=apart):
                     return failed
         return failed
+
+    def _is_hopeless(self, failed: Mapping[int, str], *, apart: bool) -> bool:
+        """Whether nothing but failures comes."""
+        return len(failed) >= HOPELESS and not (self._report.new_shards or apart)
 
     def _count(self, receipt: Receipt) -> None:
         self._report.add(receipt)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import pyarrow as pa
 
-from hsray.attempts import actor_id, begin_attempt, died, forget_attempts, leave_words, past_attempts
+from hsray.attempts import actor_id, attempt_key, begin_attempt, died, forget_attempts, leave_words, past_attempts
 from hsray.cpu import use_all_cores
 from hsray.engine import CaptureError, EngineDied, EngineName, EngineOptions, ShardBuffer, open_engine
 from hsray.layers import Layer
@@ -169,7 +169,7 @@ class CaptureWorker:
                     self._leave(key, EngineDied(words))
 
     def _key(self, *what: object) -> str:
-        return "/".join(map(str, (self._job.turn, *what)))
+        return attempt_key(self._job.turn, *what)
 
     def _leave(self, key: str, error: EngineDied) -> NoReturn:
         """Ends this process, whose engine is gone, so that Ray starts another."""
