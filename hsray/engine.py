@@ -50,8 +50,17 @@ class EngineDied(CaptureError):
     """The engine is gone; a new one must be opened."""
 
 
+class EngineKilled(EngineDied):
+    """A signal ended a process of the engine's own: that need not be the model's fault, even at its start."""
+
+
 class PromptFailed(CaptureError):
     """A prompt's states cannot be had, though it was tried alone, and again where its engine died of it."""
+
+
+#: Imports, and libraries that load a model, keep Python's lock for long; and the first prompt waits for a GPU's kernels to be
+#: compiled, from the beginning where a process that did so was killed.
+START_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +83,15 @@ class EngineOptions:
     prefill_tokens: int = 16_384
     """Tokens at which such a pass takes no more prompts."""
     request_timeout_s: float = 1800.0
-    """An engine that answers nothing for so long is given up."""
+    """An engine that answers nothing for so long is given up, once it has started."""
     trust_remote_code: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for the engine itself, handed on as they are."""
+
+    @property
+    def start_timeout_s(self) -> float:
+        """One that starts, and its first prompt, may take as long as this without a sign."""
+        return max(START_S, self.request_timeout_s)
 
     @property
     def shards_in_capture(self) -> int:

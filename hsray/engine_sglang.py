@@ -17,13 +17,14 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import count
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 import psutil
 
 from hsray.capture import CapturePlan, ControlPage, Ticket, run_scheduler
-from hsray.engine import CaptureEngine, CaptureError, EngineDied, EngineOptions, ShardBuffer
+from hsray.engine import CaptureEngine, CaptureError, EngineDied, EngineKilled, EngineOptions, ShardBuffer
 from hsray.staging import map_memory
 
 #: What keeps a prefill whole, eager and one's own. Each of these, left to SGLang's choice in some supported version,
@@ -96,6 +97,7 @@ class SGLangEngine(CaptureEngine):
     Raises:
         ValueError: an engine argument that would make the states wrong.
         EngineDied: SGLang did not start; its own words precede this in the log.
+        EngineKilled: a process of it was killed meanwhile.
         CaptureError: the canary's rows are not what the config says.
     """
 
@@ -125,7 +127,7 @@ class SGLangEngine(CaptureEngine):
                 self._sglang = _start(plan, options)
             except Exception as error:
                 words = self._control.error or error
-                raise EngineDied(
+                raise self._kind_of_death()(
                     f"SGLang {self.version} did not start on {options.model.model!r}: {words}; engine='transformers' runs "
                     "models that SGLang lacks"
                 ) from error
@@ -136,7 +138,8 @@ class SGLangEngine(CaptureEngine):
         self._places = asyncio.Semaphore(options.requests_in_flight)
         self.answered, self._longest_first = time.monotonic(), False
         self._running: dict[asyncio.Task[Any], tuple[Ticket, float]] = {}  # what is asked by which task, and since when
-        self._given_up: dict[asyncio.Task[Any], str] = {}
+        self._given_up: dict[asyncio.Task[Any], EngineDied] = {}
+        self._timeout_s = options.start_timeout_s
         threading.Thread(target=self._sglang.loop.run_forever, name="hsray-sglang", daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._watch(), self._sglang.loop)
         started = time.monotonic()
@@ -145,12 +148,17 @@ class SGLangEngine(CaptureEngine):
         except BaseException:
             self.close()
             raise
+        self._timeout_s = options.request_timeout_s
         self.load_s, self.first_request_s = self._control.description["load_s"], time.monotonic() - started
 
     @property
     def passes(self) -> int:
         """Forward passes so far, the canary's included; each took one prompt or more."""
         return self._control.passes
+
+    def _kind_of_death(self) -> type[EngineDied]:
+        """Whether it died by itself, which it says, or was killed."""
+        return EngineKilled if not self._control.error and self._belongings.any_killed() else EngineDied
 
     def _run(self, prompts: Sequence[np.ndarray], rows: Sequence[int], into: ShardBuffer) -> None:
         tickets = [self._ticket(into, row=row, num_tokens=len(ids_T)) for ids_T, row in zip(prompts, rows, strict=True)]
@@ -231,7 +239,7 @@ class SGLangEngine(CaptureEngine):
             if task not in self._given_up:
                 raise
             task.uncancel()
-            raise EngineDied(self._given_up.pop(task)) from error
+            raise self._given_up.pop(task) from error
         finally:
             del self._running[task]
         self.answered = time.monotonic()
@@ -244,15 +252,17 @@ class SGLangEngine(CaptureEngine):
             alive = not self._running or self._belongings.alive()
             for task, (ticket, asked) in list(self._running.items()):
                 silent_s = time.monotonic() - max(asked, self.answered)
-                if silent_s > self.options.request_timeout_s:
-                    why = (
+                if silent_s > self._timeout_s:
+                    why = EngineDied(
                         f"SGLang gave no answer to a prompt of {ticket.num_tokens} tokens, nor to any other, for "
                         f"{silent_s:.0f} s: it is given up; where that is no time for this model, give a longer "
                         "request_timeout_s"
                     )
                 elif not alive:
                     words = self._control.error or "its log says why; a kill by the kernel (memory) leaves no words"
-                    why = f"SGLang's scheduler process died during a prompt of {ticket.num_tokens} tokens: {words}"
+                    why = self._kind_of_death()(
+                        f"SGLang's scheduler process died during a prompt of {ticket.num_tokens} tokens: {words}"
+                    )
                 else:
                     continue
                 if task not in self._given_up:
@@ -427,6 +437,7 @@ class _Belongings:
     def __init__(self) -> None:
         self._processes, self._contexts = _child_processes(), _zmq_contexts()
         self._children = set(psutil.Process().children())
+        self._others = _multiprocesses()
 
     def note(self) -> None:
         """Keeps what was started since."""
@@ -438,6 +449,11 @@ class _Belongings:
     def alive(self) -> bool:
         """Whether every process that SGLang started here still runs; what those started comes and goes."""
         return all(_runs(process) for process in self._children)
+
+    def any_killed(self) -> bool:
+        """Whether a signal ended one that SGLang started here."""
+        known = set(map(id, self._others))
+        return any(item.exitcode and item.exitcode < 0 for item in _multiprocesses() if id(item) not in known)
 
     def end(self) -> None:
         """Kills the processes, and drops messages to them, for which ZeroMQ would wait at exit."""
@@ -467,10 +483,16 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
+# What SGLang keeps where no attribute leads to, the garbage collector knows.
+
+
+def _multiprocesses() -> list[BaseProcess]:
+    return [item for item in gc.get_objects() if issubclass(type(item), BaseProcess)]
+
+
 def _zmq_contexts() -> dict[int, Any]:
     import zmq
 
-    # SGLang keeps some of them where no attribute leads to, so the garbage collector is asked.
     contexts = [item for item in gc.get_objects() if issubclass(type(item), zmq.Context)]
     return {id(context): context for context in contexts if not context.closed}
 

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from hsray.attempts import actor_id, attempt_key, begin_attempt, died, forget_attempts, leave_words, past_attempts
 from hsray.cpu import use_all_cores
-from hsray.engine import CaptureError, EngineDied, EngineName, EngineOptions, ShardBuffer, open_engine
+from hsray.engine import CaptureError, EngineDied, EngineKilled, EngineName, EngineOptions, ShardBuffer, open_engine
 from hsray.layers import Layer
 from hsray.plan import shard_name
 from hsray.report import Receipt, Verdict
@@ -62,9 +62,6 @@ class CaptureJob:
 #: How long a process whose engine is gone waits for its writers.
 DRAIN_S = 60.0
 
-#: How long a process that starts may stand still: imports, and libraries that load a model, keep Python's lock for long.
-START_S = 120.0
-
 #: How often it is looked whether the engine answers; one that can tell by itself has so long to say it first.
 WATCH_S = 1.0
 
@@ -74,23 +71,26 @@ class CaptureWorker:
 
     def __init__(self, job: CaptureJob):
         started = time.monotonic()
-        sentinel = Sentinel(max(START_S, job.options.request_timeout_s))
+        sentinel = Sentinel(job.options.start_timeout_s)
         self._job, self._store = job, Store(job.out, job.storage_options)
         self._capturing = threading.Semaphore(job.options.shards_in_capture)
         self._leaving = threading.Lock()
         self._asked: dict[str, float] = {}  # what the engine is at work on, and since when
         self._not_started: Exception | None = None
         # Raised by the first call: of a constructor that fails, Ray reports a dead actor and a page of its own; and one that
-        # dies it would start for ever.
+        # dies, or whose engine was killed, it would start for ever.
         starts = self._key("start", actor_id())
-        deaths = past_attempts(starts).begun
-        if deaths >= job.max_attempts:
-            self._not_started = EngineDied(died(deaths, "it started"))
+        before = past_attempts(starts)
+        if before.begun >= job.max_attempts:
+            self._not_started = EngineDied(before.words or died(before.begun, "it started"))
             return
         begin_attempt(starts)
         use_all_cores()
         try:
             self._engine = open_engine(job.engine, job.options)
+        except EngineKilled as error:
+            _give_words(starts, error)
+            os._exit(1)
         except Exception as error:
             self._not_started = error
             return
@@ -173,8 +173,7 @@ class CaptureWorker:
 
     def _leave(self, key: str, error: EngineDied) -> NoReturn:
         """Ends this process, whose engine is gone, so that Ray starts another."""
-        leave_words(key, str(error))
-        print(error, file=sys.stderr, flush=True)
+        _give_words(key, error)
         with self._leaving:  # for good
             with suppress(Empty):  # a writer that hangs is given up; its shard is made again
                 self._engine.drain(timeout_s=DRAIN_S, still_lent=len(self._asked))
@@ -252,6 +251,12 @@ class CaptureWorker:
             write_s=written - checked,
             publish_s=published - written,
         )
+
+
+def _give_words(key: str, error: EngineDied) -> None:
+    """Says what this process will now end of, to the next attempt and to the log."""
+    leave_words(key, str(error))
+    print(error, file=sys.stderr, flush=True)
 
 
 class ProbeWorker(CaptureWorker):

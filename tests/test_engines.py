@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hsray
-from hsray.engine import CaptureEngine, EngineDied, open_engine
+from hsray.engine import CaptureEngine, EngineDied, EngineKilled, open_engine
 from hsray.engine_sglang import OWN_ARGS, SAFE_ARGS
 from hsray.layers import Layer, resolve_layers
 from tests.builds import unique_prompts
@@ -225,7 +225,7 @@ def test_two_ranks_that_share_a_model_give_its_states_in_chunks_too_and_once_dea
             check_parity(engine, random_ids(engine, num_tokens, seed=num_tokens))
         for process in schedulers(except_for=others):
             process.kill()
-        with pytest.raises(EngineDied, match="scheduler process died during a prompt of 8 tokens"):
+        with pytest.raises(EngineKilled, match="scheduler process died during a prompt of 8 tokens"):
             engine.capture_alone(random_ids(engine, 8, seed=0))
 
 
@@ -235,8 +235,9 @@ def test_a_model_that_sglang_cannot_load_is_an_error_in_its_own_words(tiny_llama
     config = json.loads((tmp_path / "config.json").read_text())
     config["architectures"] = ["NobodysForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(EngineDied, match=r"(?s)NobodysForCausalLM.*engine='transformers' runs"):
+    with pytest.raises(EngineDied, match=r"(?s)NobodysForCausalLM.*engine='transformers' runs") as raised:
         open_engine("sglang", options_for(tmp_path))
+    assert raised.type is EngineDied  # it was not killed, and need not be tried again
 
 
 def test_an_unknown_engine_is_an_error(tiny_llama):

@@ -7,16 +7,19 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 import hsray
-from hsray.engine import PromptFailed, open_engine
+from hsray.engine import EngineDied, PromptFailed, open_engine
 from hsray.events import NAME as EVENTS_NAME
 from hsray.flags import parse_engines
 from hsray.manifest import load_manifest
@@ -215,6 +218,42 @@ def test_an_engine_whose_process_dies_at_its_start_is_tried_so_often_and_no_more
     words = "the engine did not start: EngineDied: the engine's process died 2 times while it started, without a word"
     assert words in done.stderr
     assert (tmp_path / "deaths").read_text() == "dead\n" * 2
+
+
+def kill_schedulers(stop: threading.Event, most: int, killed: list[int]) -> None:
+    """Kills up to so many of SGLang's schedulers, each as soon as it is there, which is before it has loaded its model."""
+    while len(killed) < most and not stop.wait(0.01):
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if process.pid not in killed and "sglang::scheduler" in " ".join(process.cmdline()):
+                    process.kill()
+                    killed.append(process.pid)
+
+
+@pytest.fixture
+def killed(request) -> Iterator[list[int]]:
+    """The schedulers that were killed at their start; `request.param` says how many may be."""
+    stop, killed = threading.Event(), []
+    killer = threading.Thread(target=kill_schedulers, args=(stop, request.param, killed))
+    killer.start()
+    yield killed
+    stop.set()
+    killer.join()
+
+
+@pytest.mark.parametrize("killed", [1], indirect=True)
+def test_an_engine_whose_own_process_is_killed_at_its_start_is_started_again(ray_session, tiny_llama, tmp_path, killed):
+    report = build(tiny_llama, prompts_with(), tmp_path / "out", engine="sglang", max_attempts=2)
+    assert len(killed) == 1 and (report.new_shards, report.dropped) == (6, 0)
+    assert hsray.check(tmp_path / "out", deep=True, progress=False).ok
+
+
+@pytest.mark.parametrize("killed", [99], indirect=True)
+def test_one_that_is_killed_at_each_start_ends_the_build_in_its_words(ray_session, tiny_llama, tmp_path, killed):
+    words = r"the engine did not start: EngineDied: SGLang .* did not start on .*: Rank 0 scheduler died .*-9"
+    with pytest.raises(EngineDied, match=words):
+        build(tiny_llama, prompts_with(), tmp_path / "out", engine="sglang", max_attempts=2)
+    assert len(killed) == 2
 
 
 LIMITED = """
