@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hsray.cpu import settle_vector_math
-from hsray.engine import CaptureEngine, CaptureError, EngineOptions, ShardBuffer
+from hsray.engine import CaptureEngine, CaptureError, EngineDied, EngineOptions, ShardBuffer
 
 if TYPE_CHECKING:
     import torch
@@ -67,8 +67,24 @@ class TransformersEngine(CaptureEngine):
             try:
                 self._run_one(ids_T, into, row)
             except Exception as error:
+                if not isinstance(error, CaptureError) and not self._still_computes():
+                    words = f"{type(error).__name__}: {error} (and since then the model computes nothing)"
+                    raise CaptureError.of(EngineDied(words), prompt=index) from error
                 raise CaptureError.of(error, prompt=index) from error
             self.answered = time.monotonic()
+
+    def _still_computes(self) -> bool:
+        """Whether what a prompt raised was its own: an accelerator that has failed once fails whatever comes next."""
+        import torch
+
+        try:
+            with torch.inference_mode():
+                hidden_1TD = self._decoder(
+                    input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self._model.device), use_cache=False
+                ).last_hidden_state
+                return bool(hidden_1TD.isfinite().all())
+        except Exception:  # that is the answer, whatever it is
+            return False
 
     def _run_one(self, input_ids: np.ndarray, into: ShardBuffer, at: int) -> None:
         import torch

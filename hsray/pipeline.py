@@ -174,7 +174,7 @@ def build(
     if not store.exists(LEASE_NAME):  # a driver's that is building there: `held` names it
         load_manifest(store)  # raises where the folder holds something else, before anything is written to it
     with ray_data(), held(store, job=job_name()) as lease:
-        report = _build(dataset, request, store, lease, storage_options, progress)
+        report = _build(dataset, request, store.guarded(lease.check), lease, storage_options, progress)
     report.elapsed_s = time.monotonic() - started
     logger.info("%s", report)
     return report
@@ -188,13 +188,13 @@ def _build(
     storage_options: Mapping[str, Any] | None,
     progress: bool,
 ) -> BuildReport:
-    """A build in a folder that is this driver's alone."""
+    """A build in a folder that is this driver's alone; the store sees to that whenever it is written to."""
     started = time.monotonic()
     manifest = _open_dataset(store, request.identity)
     with _forgotten_on_error(manifest, store, lease):
         if manifest.state != "complete":
             _check_room(request)
-        manifest = _plan(manifest, dataset, store, request, lease, storage_options, progress)
+        manifest = _plan(manifest, dataset, store, request, storage_options, progress)
     digests = made_before(manifest, store)
     pending = pending_shards(manifest.plan, digests)
     report = _report(manifest, store)
@@ -207,7 +207,6 @@ def _build(
         manifest = rounds.manifest
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
-    lease.check()
     if manifest.state != "complete" or pending:
         _check_plan_is_there(manifest, store)
         manifest = complete(manifest, store, digests)
@@ -279,7 +278,6 @@ def _plan(
     dataset: Any,
     store: Store,
     request: Request,
-    lease: Lease,
     storage_options: Mapping[str, Any] | None,
     progress: bool,
 ) -> Manifest:
@@ -291,7 +289,6 @@ def _plan(
         return manifest
     _forget_plan(store)
     manifest = manifest.with_plan(make_plan(rows, request, store, on_shape=_say_shape if progress else None))
-    lease.check()
     manifest.save(store)
     return manifest
 

@@ -5,13 +5,14 @@ temporary sibling, synced and renamed; elsewhere as one put of the finished byte
 file publishes the half.)
 """
 
+import copy
 import errno
 import inspect
 import io
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import IO, Any
@@ -43,6 +44,13 @@ class Store:
             self.url = self._root  # absolute: a worker's own folder is another
         # A listing that fsspec remembers would hide what other processes publish.
         self._fs.use_listings_cache = False
+        self._check: Callable[[], None] = _nothing
+
+    def guarded(self, check: Callable[[], None]) -> "Store":
+        """The same folder, where `check` is called before an object is published or removed, and raises if it must not be."""
+        guarded = copy.copy(self)
+        guarded._check = check
+        return guarded
 
     @property
     def is_local(self) -> bool:
@@ -185,6 +193,7 @@ class Store:
             with pa.OSFile(temporary, "wb") as file:
                 yield file
             _fsync(temporary)
+            self._check()
             os.replace(temporary, final)
         except OSError as error:
             with suppress(FileNotFoundError):
@@ -209,20 +218,24 @@ class Store:
         # S3's client takes `bytes` alone, and these give theirs without a copy.
         sink = io.BytesIO()
         yield sink
+        self._check()
         with client_errors(self.url):
             self._fs.pipe_file(self.path(name), sink.getvalue())
 
     def remove(self, name: str) -> None:
         """Removes an object that exists."""
+        self._check()
         self._fs.rm_file(self.path(name))
 
     def remove_folder(self, name: str) -> None:
         """Removes a folder and what is in it, if it exists."""
+        self._check()
         with suppress(FileNotFoundError):
             self._fs.rm(self.path(name), recursive=True)
 
     def sweep(self, folder: str) -> None:
         """Removes what killed writers left in a folder: temporary siblings, and on S3 uploads that were never completed."""
+        self._check()
         path = self.path(folder) if folder else self._root
         if hasattr(self._fs, "abort_mpu"):
             bucket, key, _ = self._fs.split_path(f"{path}/")
@@ -267,6 +280,10 @@ def _patient(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:
         retries = {"mode": "standard", "max_attempts": S3_ATTEMPTS}
         options["config_kwargs"] = {"retries": retries, **options.get("config_kwargs", {})}
     return options
+
+
+def _nothing() -> None:
+    """Stands in for a guard."""
 
 
 def _fsync(path: str) -> None:

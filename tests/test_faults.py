@@ -29,7 +29,7 @@ from tests.builds import files_of
 from tests.reference import options_for
 
 #: What becomes of a model that meets one of these tokens.
-EXITS, HANGS, RAISES, NOT_FINITE, FREEZES, LEAKS = range(901, 907)
+EXITS, HANGS, RAISES, NOT_FINITE, FREEZES, LEAKS, BREAKS = range(901, 908)
 
 #: A model that is loaded with this in its environment dies of it.
 DIES_AT_START = "HSRAY_TEST_DIES_AT_START"
@@ -40,6 +40,7 @@ import numpy as np
 from transformers import LlamaForCausalLM
 
 leaked = []
+broken = False
 
 class PoisonedLlama(LlamaForCausalLM):
     def __init__(self, config):
@@ -54,7 +55,11 @@ class PoisonedLlama(LlamaForCausalLM):
         return self.model
 
 def poison(module, args, kwargs):
+    global broken
     ids = kwargs["input_ids"]
+    broken = broken or bool((ids == {BREAKS}).any())
+    if broken:  # as an accelerator is
+        raise RuntimeError("CUDA error: device-side assert triggered")
     if (ids == {EXITS}).any():
         os._exit(1)
     if (ids == {HANGS}).any():
@@ -141,6 +146,16 @@ def test_prompts_that_fail_are_left_out_and_listed_and_the_others_are_kept(ray_s
     manifest.reopened().save(Store(tmp_path / "out"))
     assert build(poisoned, rows, tmp_path / "out", on_failure="skip").new_shards == 2  # what was left out stays so
     assert files_of(tmp_path / "out") == whole
+
+
+def test_a_prompt_after_which_its_process_can_compute_none_takes_no_other_with_it(ray_session, poisoned, tmp_path):
+    rows = prompts_with(p2=BREAKS, p7=BREAKS)
+    report = build(poisoned, rows, tmp_path / "out", on_failure="skip", engines=1)
+    assert (report.prompts, report.dropped) == (10, 2)
+    listed = pq.read_table(tmp_path / "out/dropped.parquet").to_pylist()
+    assert [row["prompt_id"] for row in listed] == ["p2", "p7"]
+    assert all("device-side assert triggered (and since then" in row["reason"] for row in listed)
+    assert_holds(tmp_path / "out", [row for row in rows if row["id"] not in ("p2", "p7")], poisoned)
 
 
 def test_an_engine_that_dies_of_everything_is_not_tried_with_every_shard(ray_session, poisoned, tmp_path):

@@ -9,9 +9,11 @@ import time
 import pytest
 
 import hsray
-from hsray.lease import Holder, LeaseError, held
+from hsray.lease import BEAT_S, Holder, LeaseError, held
 from hsray.manifest import LEASE_NAME
+from hsray.pipeline import make_plan
 from hsray.store import Store
+from tests.builds import files_of
 from tests.s3 import options_for, s3_server
 
 FAST = {"beat_s": 0.1, "stale_s": 1.0}
@@ -117,6 +119,51 @@ def test_a_lease_that_was_removed_or_cannot_be_renewed_ends_its_driver(tmp_path)
     with held(Store(tmp_path), job="a", **FAST) as lease:
         lease._store.publish = None
         wait_until_lost(lease, r"could not be renewed for \d+ s \(TypeError")
+
+
+def test_a_driver_that_has_lost_its_lease_publishes_and_removes_nothing(store):
+    elsewhere = Holder(owner="x", host="other", pid=1, machine="another", job="job-1", since="2026-01-01")
+    with held(store, job="job-2", **FAST) as lease:
+        guarded = store.guarded(lease.check)
+        guarded.publish("plan/a", b"mine")
+        store.publish(LEASE_NAME, elsewhere.encoded(0))
+        wait_until_lost(lease, "its lease was taken over")
+        for change in (
+            lambda: guarded.publish("plan/a", b"late"),
+            lambda: guarded.publish("plan/b", b"late"),
+            lambda: guarded.remove("plan/a"),
+            lambda: guarded.remove_folder("plan"),
+            lambda: guarded.sweep("plan"),
+        ):
+            with pytest.raises(LeaseError, match="its lease was taken over"):
+                change()
+    assert set(store.list("plan")) == {"a"} and store.read("plan/a") == b"mine"
+    store.remove_folder("plan")
+    store.remove(LEASE_NAME)
+
+
+def test_a_driver_that_wakes_up_before_its_plan_leaves_anothers_dataset_as_it_is(
+    ray_session, tiny_llama, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    asked = {"model": str(tiny_llama), "layers": ["final"], "out": out, "engine": "transformers", "progress": False}
+    whole: dict[str, bytes] = {}
+
+    def sleeping(*args, **options):
+        """Sleeps, as a stopped process does, while another driver takes the lease and builds."""
+        if not whole:
+            whole["begun"] = b""
+            (out / LEASE_NAME).unlink()
+            hsray.build([{"id": "b", "input_ids": [4, 5, 6]}], **asked)
+            whole.update(files_of(out))
+            time.sleep(2 * BEAT_S)
+        return make_plan(*args, **options)
+
+    monkeypatch.setattr("hsray.pipeline.make_plan", sleeping)
+    with pytest.raises(LeaseError, match="its lease was (removed|taken over)"):
+        hsray.build([{"id": "a", "input_ids": [1, 2, 3]}], **asked)
+    del whole["begun"]
+    assert files_of(out) == whole and hsray.check(out, deep=True, progress=False).ok
 
 
 def test_a_second_build_is_refused_and_leaves_the_firsts_plan_alone(ray_session, tiny_llama, tmp_path):
