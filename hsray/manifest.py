@@ -357,14 +357,18 @@ def check_shards(
     return digests | found
 
 
-def complete(manifest: Manifest, store: Store, digests: Mapping[int, str]) -> Manifest:
+def complete(
+    manifest: Manifest, store: Store, digests: Mapping[int, str], *, num_bytes: Sequence[int] = ()
+) -> Manifest:
     """Publishes the complete manifest, with the inventory, once every planned shard is there.
 
     Args:
         digests: Of what each shard holds, by number.
+        num_bytes: Of each shard's file, as its writer said; 0 where nobody did.
 
     Raises:
-        ManifestError: a shard is missing, or one is there that was not planned, or another build has taken the folder.
+        ManifestError: a shard is missing or has another size, or one is there that was not planned, or another build has
+            taken the folder.
     """
     current = load_manifest(store)
     if current is not None and current.identity != manifest.identity:
@@ -380,6 +384,12 @@ def complete(manifest: Manifest, store: Store, digests: Mapping[int, str]) -> Ma
             f"{store.url!r}: {len(missing)} planned shards are missing ({[manifest.shard_name(s) for s in missing[:3]]}), "
             f"{len(extra)} were not planned ({[manifest.shard_name(s) for s in extra[:3]]}); build again, and move the latter away"
         )
+    for shard, said in enumerate(num_bytes):
+        if said and published[shard] != said:
+            raise ManifestError(
+                f"{store.url}/{manifest.shard_name(shard)} is {published[shard]} bytes, and was {said} when it was published: "
+                "something else has changed it; remove it, and build again to make it anew"
+            )
     done = replace(
         manifest,
         state="complete",

@@ -197,6 +197,7 @@ def _build(
         manifest = _plan(manifest, dataset, store, request, storage_options, progress)
     digests = made_before(manifest, store)
     pending = pending_shards(manifest.plan, digests)
+    num_bytes: Sequence[int] = ()
     report = _report(manifest, store)
     report.plan_s = time.monotonic() - started
     if pending:
@@ -204,12 +205,12 @@ def _build(
         with Events(store, identity_digest=manifest.identity.digest, shards_left=len(pending)) as events:
             rounds = Rounds(job, manifest, store, lease, report, events, engines=request.engines, progress=progress)
             digests |= rounds.capture(pending)
-        manifest = rounds.manifest
+        manifest, num_bytes = rounds.manifest, rounds.num_bytes
     for folder in ("", "plan", "shards"):
         store.sweep(folder)
     if manifest.state != "complete" or pending:
         _check_plan_is_there(manifest, store)
-        manifest = complete(manifest, store, digests)
+        manifest = complete(manifest, store, digests, num_bytes=num_bytes)
     check_inventory(manifest, published_shards(store, manifest.identity.file_format), store)
     report.nbytes = sum(manifest.shard_file_bytes)
     return report

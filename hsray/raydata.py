@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import ray.data
 
 #: Ray Data writes its own advice into a worker's exception, from here on.
-RAY_ADVICE = "\nFailed to apply UDF transform after"
+RAY_ADVICE = "Failed to apply UDF transform after"
 
 #: How long a cluster may take to accept a connection.
 CONNECT_S = 10.0
@@ -247,8 +247,15 @@ def _own_error(error: BaseException) -> BaseException:
         if inner is None:
             break
         error = inner
-    error.args = tuple(arg.split(RAY_ADVICE)[0] if isinstance(arg, str) else arg for arg in error.args)
+    error.args = tuple(_without_advice(arg) for arg in error.args)
     for name in ("strerror", "filename"):  # an OSError's words are these, not its args
-        if isinstance(getattr(error, name, None), str):
-            setattr(error, name, getattr(error, name).split(RAY_ADVICE)[0])
+        if isinstance(said := getattr(error, name, None), str):
+            if own := _without_advice(said):
+                setattr(error, name, own)
+            else:
+                delattr(error, name)  # a filename that is nothing but advice
     return error
+
+
+def _without_advice(said: Any) -> Any:
+    return said.split(RAY_ADVICE)[0].rstrip("\n") if isinstance(said, str) else said

@@ -10,6 +10,7 @@ Their prompts are tried one by one; what fails ends the build or is left out; an
 
 import uuid
 import warnings
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -134,6 +135,8 @@ class Rounds:
         self._job, self._store, self._lease, self._report, self._engines = job, store, lease, report, engines
         self._events, self._progress = events, progress
         self._digests: dict[int, str] = {}
+        self.num_bytes = array("q", bytes(8 * manifest.plan.num_shards))
+        """Of the file of each shard that was made, as its writer said; 0 of others. Compact, for millions of them."""
 
     def capture(self, pending: list[int]) -> dict[int, str]:
         """Has shards made and published; gives their digests.
@@ -205,7 +208,7 @@ class Rounds:
 
     def _count(self, receipt: Receipt) -> None:
         self._report.add(receipt)
-        self._digests[receipt.shard] = receipt.digest
+        self._digests[receipt.shard], self.num_bytes[receipt.shard] = receipt.digest, receipt.nbytes
         self._bar.start_t = self._report.first_started_at  # the engine's start says nothing of the time left
         self._bar.set_postfix_str(
             f"{self._report.new_shards}/{self._num_pending} shards, {self._report.nbytes / 1e6:,.0f} MB"

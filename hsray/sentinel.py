@@ -16,6 +16,9 @@ from contextlib import suppress
 
 BEAT_S = 1.0
 
+#: A month, which is as good as for ever; `select` knows no number above 9e9.
+MOST_S = 30 * 24 * 3600.0
+
 
 class Sentinel:
     """Has this process killed (SIGKILL) once no thread of it has run for so many seconds."""
@@ -46,7 +49,7 @@ def _watch(pid: int) -> None:
         said = os.read(0, 1 << 12)
         if not said:  # it has ended
             return
-        timeout_s = float(said.split()[-1])
+        timeout_s = min(float(said.split()[-1]), MOST_S)
     if os.getppid() == pid:  # it lives; the number may be another's else
         os.kill(pid, signal.SIGKILL)
         with suppress(OSError):  # nobody may be left to read it

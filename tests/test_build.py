@@ -1,6 +1,7 @@
 """A build, through Ray, takes what is right and says what is wrong in one clear error."""
 
 import json
+import os
 import re
 import shutil
 import threading
@@ -158,6 +159,23 @@ def test_states_that_are_not_finite_end_the_build_naming_the_prompt(ray_session,
     ):
         build_tiny(broken, rows, tmp_path / "out")
     assert not any((tmp_path / "out").glob("shards/*"))
+
+
+def test_a_shard_that_is_cut_short_meanwhile_is_missed_before_the_dataset_is_complete(
+    ray_session, tiny_llama, tmp_path
+):
+    out, rows = tmp_path / "out", unique_prompts(60, longest=200)
+    with ThreadPoolExecutor(1) as thread:
+        building = thread.submit(build_tiny, tiny_llama, rows, out, shard_bytes=100_000)
+        while not (published := list(out.glob("shards/[0-9]*"))):
+            assert not building.done(), building.result()
+            time.sleep(0.01)
+        os.truncate(published[0], 500)
+        with pytest.raises(ManifestError, match=r"is 500 bytes, and was \d+ when it was published"):
+            building.result()
+    published[0].unlink()
+    assert build_tiny(tiny_llama, rows, out, shard_bytes=100_000).new_shards == 1
+    assert hsray.check(out, deep=True, progress=False).ok
 
 
 def test_a_plan_that_is_removed_meanwhile_is_missed_before_the_dataset_is_complete(ray_session, tiny_llama, tmp_path):

@@ -327,3 +327,13 @@ def test_only_a_dataset_with_every_planned_shard_and_no_other_is_complete(tmp_pa
     with pytest.raises(ManifestError, match=re.escape(message)):
         complete(BUILDING, store, DIGESTS)
     assert load_manifest(store).state == "building"
+
+
+def test_a_shard_of_another_size_than_its_writer_said_leaves_the_dataset_incomplete(tmp_path):
+    store = Store(tmp_path)
+    BUILDING.save(store)
+    publish_shards(store, 0, 1, 2)
+    with pytest.raises(ManifestError, match=r"shards/000001.parquet is 2 bytes, and was 5 when it was published"):
+        complete(BUILDING, store, DIGESTS, num_bytes=(1, 5, 3))
+    assert load_manifest(store).state == "building"
+    assert complete(BUILDING, store, DIGESTS, num_bytes=(0, 2, 0)).state == "complete"

@@ -1,5 +1,6 @@
 """Ray Data as hsray uses it: a signal ends a driver, wherever in it the signal falls."""
 
+import errno
 import os
 import signal
 import socket
@@ -124,6 +125,15 @@ def test_a_task_that_ends_its_process_each_time_is_tried_so_often_and_no_more(ra
     with ray_data(), pytest.raises(ProcessDied, match="died 11 times over one task; out of memory is the usual cause"):
         list(blocks_of(map_batches(ray.data.range(1), die)))
     assert (tmp_path / "deaths").read_text() == "x" * 11
+
+
+def test_a_workers_error_is_its_own_words_without_rays_advice(ray_session):
+    def fail(batch: object) -> object:
+        raise OSError(errno.ENOSPC, "no space for it; make room")
+
+    with ray_data(), pytest.raises(OSError) as raised:
+        list(blocks_of(map_batches(ray.data.range(1), fail)))
+    assert str(raised.value) == f"[Errno {errno.ENOSPC}] no space for it; make room"
 
 
 def test_threads_that_need_ray_at_one_time_start_one():

@@ -23,7 +23,7 @@ print(sentinel._watcher.pid, flush=True)
 FREEZE = "ctypes.PyDLL(None).sleep(20)"  # with Python's lock: no thread runs
 
 
-def run(work: str, timeout_s: float, stderr: object = subprocess.PIPE) -> subprocess.Popen:
+def run(work: str, timeout_s: object, stderr: object = subprocess.PIPE) -> subprocess.Popen:
     script = SCRIPT.format(work=work, timeout_s=timeout_s)
     root = Path(__file__).parents[1]
     return subprocess.Popen([sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE, stderr=stderr, text=True)
@@ -51,6 +51,15 @@ def test_so_is_one_that_is_stopped():
 def test_one_at_work_is_not():
     work = "end = time.monotonic() + 5\nwhile time.monotonic() < end: pass"
     assert run(work, 3.0).wait(30) == 0
+
+
+def test_one_that_may_stand_still_for_ever_is_watched_all_the_same():
+    process = run("time.sleep(60)", "float('inf')")
+    watcher = psutil.Process(int(process.stdout.readline()))
+    time.sleep(2)
+    assert watcher.status() != psutil.STATUS_ZOMBIE
+    process.kill()
+    watcher.wait(10)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
