@@ -483,18 +483,20 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-# What SGLang keeps where no attribute leads to, the garbage collector knows.
-
-
 def _multiprocesses() -> list[BaseProcess]:
-    return [item for item in gc.get_objects() if issubclass(type(item), BaseProcess)]
+    return _objects_of(BaseProcess)
 
 
 def _zmq_contexts() -> dict[int, Any]:
     import zmq
 
-    contexts = [item for item in gc.get_objects() if issubclass(type(item), zmq.Context)]
+    contexts = _objects_of(zmq.Context)
     return {id(context): context for context in contexts if not context.closed}
+
+
+def _objects_of(kind: type) -> list[Any]:
+    # SGLang keeps some of them where no attribute leads to, so the garbage collector is asked.
+    return [item for item in gc.get_objects() if issubclass(type(item), kind)]
 
 
 @contextmanager

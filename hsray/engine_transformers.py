@@ -67,10 +67,12 @@ class TransformersEngine(CaptureEngine):
             try:
                 self._run_one(ids_T, into, row)
             except Exception as error:
-                if not isinstance(error, CaptureError) and not self._still_computes():
-                    words = f"{type(error).__name__}: {error} (and since then the model computes nothing)"
-                    raise CaptureError.of(EngineDied(words), prompt=index) from error
-                raise CaptureError.of(error, prompt=index) from error
+                failure = CaptureError.of(error, prompt=index)
+                if failure is not error and not self._still_computes():
+                    failure = CaptureError.of(
+                        EngineDied(f"{failure} (and since then the model computes nothing)"), prompt=index
+                    )
+                raise failure from error
             self.answered = time.monotonic()
 
     def _still_computes(self) -> bool:
