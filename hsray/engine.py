@@ -55,7 +55,14 @@ class EngineKilled(EngineDied):
 
 
 class PromptFailed(CaptureError):
-    """A prompt's states cannot be had, though it was tried alone, and again where its engine died of it."""
+    """A prompt's states cannot be had; where its engine died of it, though it was tried again, and alone."""
+
+    @classmethod
+    def of_stopped(cls, failure: str) -> "PromptFailed":
+        """What ends a build that was told to stop at such a one."""
+        return cls(
+            f"{failure}; pass on_failure='skip', or take it out of the dataset, which is then another and needs another out"
+        )
 
 
 #: Imports, and libraries that load a model, keep Python's lock for long; and the first prompt waits for a GPU's kernels to be

@@ -95,15 +95,47 @@ class Holder:
 
 
 class Lease:
-    """A lease that is held, and renewed by a thread of its own until it is released."""
+    """A lease: taken, then renewed by a thread of its own until it is released."""
 
     def __init__(self, store: Store, holder: Holder, *, beat_s: float, stale_s: float):
         self._store, self._holder, self._beat_s, self._stale_s = store, holder, beat_s, stale_s
         self._lost, self._trouble = "", ""
-        self._renewed = time.monotonic()
+        self._may_be_mine = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="hsray-lease", daemon=True)
+
+    def take(self) -> None:
+        """Creates it, once there is none or it is a dead driver's. Raises LeaseError or OSError where it is not to be had."""
+        self._store.check_writable()
+        first: bytes | None = None
+        while not self._create():
+            try:
+                found = self._store.read(LEASE_NAME)
+            except FileNotFoundError:
+                continue  # just released
+            other = Holder.parse(found)
+            if first is None:
+                first, seen_at = found, time.monotonic()
+                words = "%r has a lease of %s: up to %.0f s to see whether that lives"
+                logger.warning(words, self._store.url, other, self._stale_s)
+            if found != first:
+                raise LeaseError(
+                    f"{self._store.url!r} is being built by {other}; wait for it or stop it, or give another out"
+                )
+            if other.has_ended or time.monotonic() - seen_at > self._stale_s:
+                logger.warning("%r: the lease of %s, which is dead, is taken over", self._store.url, other)
+                with suppress(FileNotFoundError):
+                    self._store.remove(LEASE_NAME)
+                first = None
+                continue
+            time.sleep(self._beat_s / 5)
+        self._renewed = time.monotonic()
         self._thread.start()
+
+    def _create(self) -> bool:
+        self._may_be_mine = True  # before it is, so that an interrupt in between leaves nothing
+        self._may_be_mine = self._store.create(LEASE_NAME, self._holder.encoded(0))
+        return self._may_be_mine
 
     @property
     def is_lost(self) -> bool:
@@ -122,11 +154,12 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Gives the folder back."""
+        """Gives the folder back, if it was taken."""
         self._ended.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         with suppress(FileNotFoundError):
-            if self._is_mine():
+            if self._may_be_mine and self._is_mine():
                 self._store.remove(LEASE_NAME)
 
     def _is_mine(self) -> bool:
@@ -167,37 +200,12 @@ def held(store: Store, *, job: str, beat_s: float = BEAT_S, stale_s: float = STA
         LeaseError: another driver is building there; it is named.
         OSError: the folder cannot be written.
     """
-    holder = Holder.here(job)
-    _take(store, holder, beat_s, stale_s)
-    lease = Lease(store, holder, beat_s=beat_s, stale_s=stale_s)
+    lease = Lease(store, Holder.here(job), beat_s=beat_s, stale_s=stale_s)
     try:
+        lease.take()
         yield lease
     finally:
         lease.release()
-
-
-def _take(store: Store, holder: Holder, beat_s: float, stale_s: float) -> None:
-    """Creates the lease, once there is none or it is a dead driver's."""
-    store.check_writable()
-    first: bytes | None = None
-    while not store.create(LEASE_NAME, holder.encoded(0)):
-        try:
-            found = store.read(LEASE_NAME)
-        except FileNotFoundError:
-            continue  # just released
-        other = Holder.parse(found)
-        if first is None:
-            first, seen_at = found, time.monotonic()
-            logger.warning("%r has a lease of %s: up to %.0f s to see whether that lives", store.url, other, stale_s)
-        if found != first:
-            raise LeaseError(f"{store.url!r} is being built by {other}; wait for it or stop it, or give another out")
-        if other.has_ended or time.monotonic() - seen_at > stale_s:
-            logger.warning("%r: the lease of %s, which is dead, is taken over", store.url, other)
-            with suppress(FileNotFoundError):
-                store.remove(LEASE_NAME)
-            first = None
-            continue
-        time.sleep(beat_s / 5)
 
 
 def _machine() -> str:

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import re
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +23,20 @@ if TYPE_CHECKING:
 #: Ray Data writes its own advice into a worker's exception, from here on.
 RAY_ADVICE = "Failed to apply UDF transform after"
 
+#: Of a cluster: ``host:port``, with brackets around one of IPv6.
+ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:/\[\]\s]+):\d{1,5}")
+
 #: How long a cluster may take to accept a connection.
 CONNECT_S = 10.0
 
+#: How often it is looked whether Ray is still there, once a signal has asked the driver to end.
+LOOK_S = 1.0
+
 #: One thread starts Ray; others wait for it.
 _starting = threading.Lock()
+
+#: The address of the Ray that this process started for itself.
+_started_here: str | None = None
 
 #: Set once a signal has asked the driver to end.
 _interrupted = threading.Event()
@@ -43,8 +54,9 @@ def ray_data() -> Iterator[None]:
     with _without_preempting():
         with _starting:
             if not ray.is_initialized():
-                _start_ray()
-        with _settings, _interruptible():
+                with _interruptible():
+                    _start_ray()
+        with _settings, _interruptible(), _not_waiting_for_the_dead():
             yield
 
 
@@ -131,7 +143,7 @@ def _interruptible() -> Iterator[None]:
     """Lets SIGTERM, with which ``ray job stop`` and Kubernetes begin, interrupt as Ctrl-C does, and neither be lost.
 
     A handler's exception is lost where Python happens to be in a callback that may not raise, as Ray's driver often is; so
-    the signal is remembered as well. The handlers are put in place after Ray has started, which sets one that exits.
+    the signal is remembered as well. Ray's start puts in place one for SIGTERM that exits, which stays there afterwards.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -146,8 +158,42 @@ def _interruptible() -> Iterator[None]:
         _check_interrupted()
     finally:
         for number, handler in before.items():
-            if handler is not None:  # one that was not set from Python cannot be set again from there
+            # One that was not set from Python cannot be set again from there.
+            if handler is not None and signal.getsignal(number) is _interrupt:
                 signal.signal(number, handler)
+
+
+@contextmanager
+def _not_waiting_for_the_dead() -> Iterator[None]:
+    """Ends this process, with a line, where the Ray that it started has ended, or any Ray once a signal has asked it to end.
+
+    A signal to a process group, as ``timeout`` and service managers send it, ends a Ray that was started here at once. The
+    driver's next call would wait a minute for it, be it the one that takes leave of it, and Ray's core would then end the
+    process without a word. A cluster's Ray may come back within that minute.
+    """
+    import ray
+
+    address, is_over = ray.get_runtime_context().gcs_address, threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(LOOK_S):
+            if not ray.is_initialized() or ray.get_runtime_context().gcs_address != address:
+                return  # it was taken leave of
+            if not _interrupted.is_set() and address != _started_here:
+                continue
+            try:
+                _connect(address)
+            except OSError:
+                words, status = ("interrupted, and", 128 + signal.SIGINT) if _interrupted.is_set() else ("error:", 1)
+                print(f"{words} Ray has ended: saying the same again resumes the build", file=sys.stderr, flush=True)
+                os._exit(status)
+
+    threading.Thread(target=watch, name="hsray-dead-ray", daemon=True).start()
+    try:
+        yield
+    finally:
+        if not (_interrupted.is_set() and address == _started_here):
+            is_over.set()
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
@@ -173,40 +219,60 @@ def _start_ray() -> None:
     """Connects to the cluster that RAY_ADDRESS names or that runs here, or starts Ray, with no more words than its errors."""
     import ray
 
+    global _started_here
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     # Ray's C++ core prints a known false alarm for every actor pool (ray-project/ray#57733).
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     # A Ray of our own has nobody to give way to, and its dashboard would take a share of the engine's cores.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    _check_reachable()
+    joins = _check_reachable()
     try:
         ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    except SystemExit as error:  # raised by Ray's own handler of SIGTERM
+        raise KeyboardInterrupt from error
     except Exception as error:
         if type(error) is not Exception:  # Ray's word for a start that takes too long
             raise
         raise TimeoutError(
             f"Ray did not start in its time: the machine is busy, or short of memory; say the same again. Ray says: {error}"
         ) from error
+    _started_here = None if joins else ray.get_runtime_context().gcs_address
 
 
-def _check_reachable() -> None:
-    """Raises ConnectionError where the cluster that Ray would join is not there; Ray itself would try for minutes."""
+def _check_reachable() -> bool:
+    """Whether there is a cluster that Ray would join.
+
+    Raises:
+        ConnectionError: it is not there; Ray itself would try for minutes.
+        ValueError: RAY_ADDRESS is no address of one.
+    """
     from ray._private.services import get_ray_address_from_environment
 
-    address = get_ray_address_from_environment(None, None)
-    host, _, port = (address or "").rpartition(":")
-    if not host or not port.isdigit() or "://" in address:  # there is none to join, or Ray must say what it is
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-    except OSError as error:
-        named = (
-            "RAY_ADDRESS names it" if os.environ.get("RAY_ADDRESS") else "the last `ray start` here left this address"
+    named = os.environ.get("RAY_ADDRESS", "")
+    if named not in ("", "auto", "local") and not ADDRESS.fullmatch(named):
+        raise ValueError(
+            f"RAY_ADDRESS={named!r} is no address of a Ray cluster: wanted host:port (6379 by default), 'auto', or 'local' for a "
+            "Ray of this build's own. To run on a cluster from outside (ray://, http://), hand the build over: ray job submit"
         )
+    if named == "auto":  # Ray must say which that is
+        return True
+    if named == "local" or (address := get_ray_address_from_environment(None, None)) is None:
+        return False
+    try:
+        _connect(address)
+    except OSError as error:
+        whence = "RAY_ADDRESS names it" if named else "the last `ray start` here left this address"
         raise ConnectionError(
-            f"no Ray cluster answers at {address} ({error.strerror or error}); {named}. Start it, or say RAY_ADDRESS=local "
+            f"no Ray cluster answers at {address} ({error.strerror or error}); {whence}. Start it, or say RAY_ADDRESS=local "
             "to have a Ray of this build's own; `ray stop` forgets a cluster that has gone"
         ) from error
+    return True
+
+
+def _connect(address: str) -> None:
+    """Raises OSError where nobody listens at ``host:port``."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
 
 
 def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:

@@ -117,7 +117,8 @@ def settle(
     codec(compression, file_format)
     requests_in_flight = _count("requests_in_flight", requests_in_flight)
     prefill_tokens = _count("prefill_tokens", prefill_tokens)
-    if not isinstance(request_timeout_s, int | float) or not request_timeout_s > 0:
+    is_number = isinstance(request_timeout_s, int | float) and not isinstance(request_timeout_s, bool)
+    if not is_number or not request_timeout_s > 0:
         raise ValueError(f"request_timeout_s={request_timeout_s!r}; give a number of seconds above 0")
     if requests_in_flight > MAX_REQUESTS_IN_FLIGHT:
         raise ValueError(f"requests_in_flight={requests_in_flight}; give 1 up to {MAX_REQUESTS_IN_FLIGHT}")
@@ -216,6 +217,6 @@ def _count(name: str, value: Any) -> int:
     """A keyword that counts, as an int (numpy's are taken too)."""
     if value is None:
         raise ValueError(f"{name}=None; leave it out, or give a number")
-    if not hasattr(value, "__index__") or operator.index(value) < 1:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
         raise ValueError(f"{name}={value!r}; give a whole number from 1 up")
     return operator.index(value)

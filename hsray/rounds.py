@@ -246,10 +246,9 @@ class Rounds:
             return
         if self._job.on_failure == "stop":
             first = bad[0]
-            raise PromptFailed(
+            raise PromptFailed.of_stopped(
                 f"prompt {first.prompt_id!r} of shard {first.shard}, {first.num_tokens} tokens: {first.failure}"
                 + (f" (and {len(bad) - 1} more prompts)" if len(bad) > 1 else "")
-                + "; pass on_failure='skip', or take it out of the dataset, which is then another and needs another out"
             )
         skipped = [
             Skipped(
@@ -261,7 +260,6 @@ class Rounds:
             )
             for verdict in bad
         ]
-        self._lease.check()
         self.manifest = self.manifest.without(skipped, self._store)
         for item in skipped:
             self._events.drop(**asdict(item))

@@ -108,8 +108,15 @@ class Store:
 
     def read(self, name: str) -> bytes:
         """An object's bytes."""
-        with client_errors(self.url):
-            return self._fs.cat_file(self.path(name))
+        try:
+            with client_errors(self.url):
+                return self._fs.cat_file(self.path(name))
+        except IsADirectoryError as error:
+            raise IsADirectoryError(
+                errno.EISDIR,
+                "a folder is where a file of hsray's belongs: move it away, or give another out",
+                self.path(name),
+            ) from error
 
     def read_or_empty(self, name: str) -> bytes:
         """An object's bytes; none if there is no such object."""

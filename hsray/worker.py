@@ -24,13 +24,23 @@ import pyarrow as pa
 
 from hsray.attempts import actor_id, attempt_key, begin_attempt, died, forget_attempts, leave_words, past_attempts
 from hsray.cpu import use_all_cores
-from hsray.engine import CaptureError, EngineDied, EngineKilled, EngineName, EngineOptions, ShardBuffer, open_engine
+from hsray.engine import (
+    CaptureError,
+    EngineDied,
+    EngineKilled,
+    EngineName,
+    EngineOptions,
+    PromptFailed,
+    ShardBuffer,
+    open_engine,
+)
 from hsray.layers import Layer
 from hsray.plan import shard_name
 from hsray.report import Receipt, Verdict
 from hsray.sentinel import Sentinel
 from hsray.shard import FileFormat, ShardError, ShardPrompts, shard_table, stamped, write_table
 from hsray.shard_file import ExpectedShard, check_shard
+from hsray.standstill import StandstillWatch, kill_descendants
 from hsray.store import Store
 
 if TYPE_CHECKING:
@@ -87,10 +97,12 @@ class CaptureWorker:
         begin_attempt(starts)
         use_all_cores()
         try:
-            self._engine = open_engine(job.engine, job.options)
+            with StandstillWatch(
+                job.options.start_timeout_s, lambda: self._leave_start(starts, _stood_still(job.options))
+            ):
+                self._engine = open_engine(job.engine, job.options)
         except EngineKilled as error:
-            _give_words(starts, error)
-            os._exit(1)
+            self._leave_start(starts, error)
         except Exception as error:
             self._not_started = error
             return
@@ -108,6 +120,12 @@ class CaptureWorker:
             prompts = ShardPrompts.from_plan(plan, row)
             receipt = self._make(prompts.without(self._job.skipped.get(prompts.shard, ())))
             yield pa.Table.from_pylist([asdict(receipt)])
+
+    def _leave_start(self, key: str, error: EngineKilled) -> NoReturn:
+        """Ends this process, whose engine did not start for no fault of its own, so that Ray starts another."""
+        _give_words(key, error)
+        kill_descendants()
+        os._exit(1)
 
     def _check_started(self) -> None:
         if self._not_started is not None:
@@ -142,7 +160,7 @@ class CaptureWorker:
             self._leave(key, error)
         except (CaptureError, ShardError) as error:
             if self._job.on_failure == "stop":
-                raise
+                raise PromptFailed.of_stopped(str(error)) from error
             receipt = replace(receipt, failure=str(error))
         forget_attempts(key)
         return receipt
@@ -257,6 +275,13 @@ def _give_words(key: str, error: EngineDied) -> None:
     """Says what this process will now end of, to the next attempt and to the log."""
     leave_words(key, str(error))
     print(error, file=sys.stderr, flush=True)
+
+
+def _stood_still(options: EngineOptions) -> EngineKilled:
+    return EngineKilled(
+        f"the engine stood still for {options.start_timeout_s:g} s while it started (it used no core, as while it waits for a disk, or "
+        "a lock) and was killed; where that is no time for this machine, give a longer request_timeout_s"
+    )
 
 
 class ProbeWorker(CaptureWorker):

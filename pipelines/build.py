@@ -7,8 +7,10 @@ With `--preview N` it shows the first prompts instead, with `--dry-run` what the
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
@@ -201,6 +203,18 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Builds, or shows, as the flags say; prints the report, or one error."""
     arguments = vars(make_parser().parse_args(argv))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted: saying the same again resumes the build", file=sys.stderr)
+        return 130
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):  # from now on from someone who will not wait until Ray has ended
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _run(arguments: dict[str, Any]) -> int:
     from ray.exceptions import RayError  # takes seconds, which --help need not wait for
 
     if len(arguments["layers"]) == 1:
@@ -218,9 +232,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, CaptureError, LeaseError, RayError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted: saying the same again resumes the build", file=sys.stderr)
-        return 130
     return 0
 
 

@@ -65,6 +65,7 @@ def test_a_bad_row_is_named_and_nothing_is_left(ray_session, tiny_llama, tmp_pat
         ({"requests_in_flight": 5000, "engine": "sglang"}, ValueError, "give 1 up to 1024"),
         ({"prefill_tokens": None}, ValueError, "prefill_tokens=None; leave it out, or give a number"),
         ({"request_timeout_s": "5"}, ValueError, "request_timeout_s='5'; give a number of seconds above 0"),
+        ({"request_timeout_s": True}, ValueError, "request_timeout_s=True; give a number of seconds above 0"),
         ({"compression": "gzip"}, ValueError, "compression='gzip'; wanted 'none' or 'zstd:1' to 'zstd:22'"),
         ({"out": "memory://x"}, ValueError, "out='memory://x' is memory of this process alone"),
     ],

@@ -31,6 +31,9 @@ from tests.reference import options_for
 #: What becomes of a model that meets one of these tokens.
 EXITS, HANGS, RAISES, NOT_FINITE, FREEZES, LEAKS, BREAKS = range(901, 908)
 
+#: What a build that stops at a prompt says last.
+ADVICE = "; pass on_failure='skip', or take it out of the dataset, which is then another and needs another out"
+
 #: A model that is loaded with this in its environment dies of it.
 DIES_AT_START = "HSRAY_TEST_DIES_AT_START"
 
@@ -190,14 +193,21 @@ def test_shards_whose_failures_are_lost_with_their_actor_are_looked_at_all_the_s
     assert events.count("lost") == 1 and events.count("failed") == 3
 
 
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [
+        (RAISES, r"prompt 'p7' of shard 3: RuntimeError: CUDA error: an illegal memory access was encountered"),
+        (NOT_FINITE, r"layer \S+ of shard 3 has NaN or infinite numbers in 10 rows of the prompts 'p7'; .*"),
+    ],
+)
+def test_a_prompt_whose_states_cannot_be_had_is_named_with_the_way_out(ray_session, poisoned, tmp_path, token, words):
+    with pytest.raises(PromptFailed, match=words + re.escape(ADVICE)):
+        build(poisoned, prompts_with(p7=token), tmp_path / "out")
+
+
 def test_a_prompt_that_hangs_its_engine_is_named_in_the_engines_words(ray_session, poisoned, tmp_path):
     words = "prompt 'p7' of shard 3, 10 tokens: the engine gave no answer within request_timeout_s=2 and was killed"
-    with pytest.raises(
-        PromptFailed,
-        match=re.escape(
-            f"{words}; pass on_failure='skip', or take it out of the dataset, which is then another and needs another out"
-        ),
-    ):
+    with pytest.raises(PromptFailed, match=re.escape(words + ADVICE)):
         build(poisoned, prompts_with(p7=HANGS), tmp_path / "out", request_timeout_s=2)
     assert load_manifest(Store(tmp_path / "out")).skipped == ()
     assert not (tmp_path / "out/lease.json").exists()
@@ -301,6 +311,7 @@ def test_an_engine_that_leaks_memory_is_ended_and_its_shards_are_made_by_others(
         ({"engines": (3, 2)}, "engines=(3, 2); give a number, or the fewest and the most, as in (2, 16)"),
         ({"engines": (1, 2, 3)}, "engines=(1, 2, 3); give a number, or the fewest and the most"),
         ({"engines": (0, 2)}, "engines=0; give a whole number from 1 up"),
+        ({"max_attempts": True}, "max_attempts=True; give a whole number from 1 up"),
         ({"max_attempts": 0}, "max_attempts=0; give a whole number from 1 up"),
         ({"on_failure": "ignore"}, "on_failure='ignore'; wanted 'stop' or 'skip'"),
     ],

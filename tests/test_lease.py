@@ -76,6 +76,26 @@ def test_a_lease_of_a_dead_process_of_this_machine_is_taken_over_at_once(tmp_pat
         assert time.monotonic() - started < 5
 
 
+def test_an_interrupt_just_after_the_lease_was_created_leaves_none(store):
+    create = store.create
+
+    def create_and_be_interrupted(*args: object) -> bool:
+        assert create(*args)
+        raise KeyboardInterrupt
+
+    store.create = create_and_be_interrupted
+    with pytest.raises(KeyboardInterrupt), held(store, job="a", **FAST):
+        pass
+    assert store.list() == {}
+
+
+def test_a_folder_in_the_leases_place_is_said_with_the_way_out(tmp_path):
+    (tmp_path / LEASE_NAME).mkdir()
+    words = rf"a folder is where a file of hsray's belongs: move it away, .*{LEASE_NAME}"
+    with pytest.raises(IsADirectoryError, match=words), held(Store(tmp_path), job="a", **FAST):
+        pass
+
+
 @pytest.mark.parametrize("content", [b"", b"half a", b"[1]", b'{"owner": 3}'])
 def test_a_damaged_lease_is_anybodys_and_goes_stale(tmp_path, content):
     (tmp_path / LEASE_NAME).write_bytes(content)
@@ -147,23 +167,22 @@ def test_a_driver_that_wakes_up_before_its_plan_leaves_anothers_dataset_as_it_is
 ):
     out = tmp_path / "out"
     asked = {"model": str(tiny_llama), "layers": ["final"], "out": out, "engine": "transformers", "progress": False}
-    whole: dict[str, bytes] = {}
+    builds: list[dict[str, bytes]] = []
 
     def sleeping(*args, **options):
         """Sleeps, as a stopped process does, while another driver takes the lease and builds."""
-        if not whole:
-            whole["begun"] = b""
+        builds.append(files_of(out))
+        if len(builds) == 1:
             (out / LEASE_NAME).unlink()
             hsray.build([{"id": "b", "input_ids": [4, 5, 6]}], **asked)
-            whole.update(files_of(out))
+            builds.append(files_of(out))
             time.sleep(2 * BEAT_S)
         return make_plan(*args, **options)
 
     monkeypatch.setattr("hsray.pipeline.make_plan", sleeping)
     with pytest.raises(LeaseError, match="its lease was (removed|taken over)"):
         hsray.build([{"id": "a", "input_ids": [1, 2, 3]}], **asked)
-    del whole["begun"]
-    assert files_of(out) == whole and hsray.check(out, deep=True, progress=False).ok
+    assert files_of(out) == builds[-1] and hsray.check(out, deep=True, progress=False).ok
 
 
 def test_a_second_build_is_refused_and_leaves_the_firsts_plan_alone(ray_session, tiny_llama, tmp_path):

@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import ray.data
 
@@ -98,6 +100,66 @@ def test_an_interrupt_lost_after_the_last_block_is_raised_at_the_end(ray_session
         send_lost(signal.SIGINT)
     with ray_data():  # the next is not interrupted
         assert len(list(blocks_of(ray.data.range(1)))) == 1
+
+
+@pytest.mark.parametrize(
+    "named", ["localhost", ":6379", "10.0.0.1:", "ray://10.0.0.1:10001", "http://10.0.0.1:8265", "[::1]"]
+)
+def test_what_is_no_address_of_a_cluster_is_said_by_its_name(named):
+    environment = {**os.environ, "RAY_ADDRESS": named}
+    command = [sys.executable, "-c", "from hsray.raydata import ray_data\nwith ray_data(): pass"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1].startswith(
+        f"ValueError: RAY_ADDRESS={named!r} is no address of a Ray cluster: wanted host:port (6379 by default), 'auto', or"
+    )
+
+
+DRIVER = """
+import sys
+import ray.data
+from hsray.raydata import blocks_of, ray_data
+
+def slow(batch):
+    import time
+    time.sleep(0.5)
+    return batch
+
+with ray_data():
+    for block in blocks_of(ray.data.range(200, override_num_blocks=200).map_batches(slow)):
+        print("block", flush=True)
+"""
+
+
+def test_a_driver_whose_ray_a_signal_to_its_group_ended_ends_at_once_and_says_so():
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as driver:
+        assert driver.stdout.readline() == "block\n"
+        os.killpg(driver.pid, signal.SIGTERM)
+        began = time.monotonic()
+        _, said = driver.communicate(timeout=50)  # Ray's own patience is 60 s
+    assert time.monotonic() - began < 30
+    assert driver.returncode == 130
+    assert said.splitlines()[-1] == "interrupted, and Ray has ended: saying the same again resumes the build"
+
+
+def test_a_driver_whose_own_ray_ends_by_itself_ends_at_once_and_says_so():
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout.readline() == "block\n"
+        [head] = [child for child in psutil.Process(driver.pid).children() if "gcs_server" in child.name()]
+        head.kill()
+        _, said = driver.communicate(timeout=50)
+    assert driver.returncode == 1
+    assert said.splitlines()[-1] == "error: Ray has ended: saying the same again resumes the build"
 
 
 @pytest.mark.parametrize("named_by", ["RAY_ADDRESS names it", "the last `ray start` here left this address"])
