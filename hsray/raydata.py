@@ -169,24 +169,33 @@ def _not_waiting_for_the_dead() -> Iterator[None]:
 
     A signal to a process group, as ``timeout`` and service managers send it, ends a Ray that was started here at once. The
     driver's next call would wait a minute for it, be it the one that takes leave of it, and Ray's core would then end the
-    process without a word. A cluster's Ray may come back within that minute.
+    process without a word. A cluster's Ray may come back within that minute, so of that it is said, and no more.
     """
     import ray
 
     address, is_over = ray.get_runtime_context().gcs_address, threading.Event()
 
     def watch() -> None:
+        is_silent = False
         while not is_over.wait(LOOK_S):
             if not ray.is_initialized() or ray.get_runtime_context().gcs_address != address:
                 return  # it was taken leave of
-            if not _interrupted.is_set() and address != _started_here:
-                continue
             try:
                 _connect(address)
+                is_silent = False
             except OSError:
-                words, status = ("interrupted, and", 128 + signal.SIGINT) if _interrupted.is_set() else ("error:", 1)
-                print(f"{words} Ray has ended: saying the same again resumes the build", file=sys.stderr, flush=True)
-                os._exit(status)
+                if _interrupted.is_set() or address == _started_here:
+                    words, status = (
+                        ("interrupted, and", 128 + signal.SIGINT) if _interrupted.is_set() else ("error:", 1)
+                    )
+                    _say(f"{words} Ray has ended: saying the same again resumes the build")
+                    os._exit(status)
+                if not is_silent:
+                    _say(
+                        f"Ray at {address} does not answer; if it stays away, Ray ends this process in about a minute, without a "
+                        "word: saying the same again, once there is a cluster, resumes the build"
+                    )
+                is_silent = True
 
     threading.Thread(target=watch, name="hsray-dead-ray", daemon=True).start()
     try:
@@ -194,6 +203,10 @@ def _not_waiting_for_the_dead() -> Iterator[None]:
     finally:
         if not (_interrupted.is_set() and address == _started_here):
             is_over.set()
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
@@ -228,6 +241,11 @@ def _start_ray() -> None:
     joins = _check_reachable()
     try:
         ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    except ConnectionError as error:
+        raise ConnectionError(
+            f"{error}. A cluster that asks for a token (its log and the lines above say so) must be given it here too: "
+            "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token"
+        ) from error
     except SystemExit as error:  # raised by Ray's own handler of SIGTERM
         raise KeyboardInterrupt from error
     except Exception as error:

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -149,17 +150,50 @@ def test_a_driver_whose_ray_a_signal_to_its_group_ended_ends_at_once_and_says_so
     assert said.splitlines()[-1] == "interrupted, and Ray has ended: saying the same again resumes the build"
 
 
+@contextmanager
+def running(script: str, address: str) -> Iterator[subprocess.Popen]:
+    """A script that has said its first line; those that are to join one another's Ray share a token."""
+    environment = {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment, **pipes) as process:
+        process.first_line = process.stdout.readline().strip()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def kill_ray_of(driver: subprocess.Popen) -> None:
+    [head] = [child for child in psutil.Process(driver.pid).children() if "gcs_server" in child.name()]
+    head.kill()
+
+
 def test_a_driver_whose_own_ray_ends_by_itself_ends_at_once_and_says_so():
-    environment = {**os.environ, "RAY_ADDRESS": "local"}
-    with subprocess.Popen(
-        [sys.executable, "-c", DRIVER], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as driver:
-        assert driver.stdout.readline() == "block\n"
-        [head] = [child for child in psutil.Process(driver.pid).children() if "gcs_server" in child.name()]
-        head.kill()
+    with running(DRIVER, "local") as driver:
+        assert driver.first_line == "block"
+        kill_ray_of(driver)
         _, said = driver.communicate(timeout=50)
     assert driver.returncode == 1
     assert said.splitlines()[-1] == "error: Ray has ended: saying the same again resumes the build"
+
+
+CLUSTER = """
+import time
+import ray
+
+ray.init(include_dashboard=False, logging_level="ERROR")
+print(ray.get_runtime_context().gcs_address, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_driver_whose_cluster_ends_says_so_before_ray_ends_it():
+    with running(CLUSTER, "local") as cluster, running(DRIVER, cluster.first_line) as driver:
+        assert driver.first_line == "block"
+        kill_ray_of(cluster)
+        lines = [line for line in driver.stderr if not line.startswith("[")]
+    assert lines[0].startswith(f"Ray at {cluster.first_line} does not answer; if it stays away, Ray ends this process")
+    assert len(lines) == 1
 
 
 @pytest.mark.parametrize("named_by", ["RAY_ADDRESS names it", "the last `ray start` here left this address"])
