@@ -55,6 +55,7 @@ ORDER = [
     "sglang_cpu",
     "report",
     "sentinel",
+    "standstill",
     "worker",
     "events",
     "rounds",
