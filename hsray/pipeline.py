@@ -124,7 +124,7 @@ def build(
         file_format: Of the shards: ``"parquet"``, or ``"arrow"`` (IPC files, which training from a local disk maps).
         compression: Of Parquet shards: ``"none"``, or ``"zstd:1"`` (any level up to 22).
         request_timeout_s: An engine that answers nothing for so long is killed, and its shard tried again; one that
-            starts has two minutes at least.
+            starts, if it computes nothing, or has no answer to its first prompt, for so long, and two minutes at least.
         max_attempts: How often a shard is tried whose engine dies, before its prompts are tried one by one.
         on_failure: What to do about a prompt whose states cannot be had, since its engine dies of it, refuses it, or makes
             numbers that are not finite: ``"stop"``, with an error that names it; or ``"skip"`` it, and list it in

@@ -16,6 +16,7 @@ from hsray.engine import CaptureEngine, EngineDied, EngineKilled, open_engine
 from hsray.engine_sglang import OWN_ARGS, SAFE_ARGS
 from hsray.layers import Layer, resolve_layers
 from tests.builds import unique_prompts
+from tests.processes import schedulers
 from tests.reference import MAX_TOKENS, counted_calls, hugging_face_states, options_for, relative_error
 
 #: Where both compute in float32, rounding may differ by the order of sums and no more.
@@ -189,12 +190,6 @@ def test_prompts_that_share_a_pass_get_the_states_they_have_alone_and_one_that_h
         assert not schedulers(except_for=others)
         with pytest.raises(EngineDied, match="is closed"):
             engine.capture_alone(random_ids(engine, 8, seed=0))
-
-
-def schedulers(*, except_for: set[int]) -> list[psutil.Process]:
-    """SGLang's scheduler processes, without those that ran before."""
-    started = (process for process in psutil.Process().children(recursive=True) if process.pid not in except_for)
-    return [process for process in started if "scheduler" in " ".join(process.cmdline())]
 
 
 @pytest.mark.parametrize("name", SAFE_ARGS)

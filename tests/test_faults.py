@@ -26,6 +26,7 @@ from hsray.manifest import load_manifest
 from hsray.raydata import blocks_of
 from hsray.store import Store
 from tests.builds import files_of
+from tests.processes import schedulers
 from tests.reference import options_for
 
 #: What becomes of a model that meets one of these tokens.
@@ -248,11 +249,10 @@ def test_an_engine_whose_process_dies_at_its_start_is_tried_so_often_and_no_more
 def kill_schedulers(stop: threading.Event, most: int, killed: list[int]) -> None:
     """Kills up to so many of SGLang's schedulers, each as soon as it is there, which is before it has loaded its model."""
     while len(killed) < most and not stop.wait(0.01):
-        for process in psutil.Process().children(recursive=True):
+        for process in schedulers(except_for=killed):
             with suppress(psutil.NoSuchProcess):
-                if process.pid not in killed and "sglang::scheduler" in " ".join(process.cmdline()):
-                    process.kill()
-                    killed.append(process.pid)
+                process.kill()
+                killed.append(process.pid)
 
 
 @pytest.fixture
