@@ -188,12 +188,12 @@ def _not_waiting_for_the_dead() -> Iterator[None]:
                     words, status = (
                         ("interrupted, and", 128 + signal.SIGINT) if _interrupted.is_set() else ("error:", 1)
                     )
-                    _say(f"{words} Ray has ended: saying the same again resumes the build")
+                    _say(f"{words} Ray has ended; say the same again: a build goes on where it was")
                     os._exit(status)
                 if not is_silent:
                     _say(
                         f"Ray at {address} does not answer; if it stays away, Ray ends this process in about a minute, without a "
-                        "word: saying the same again, once there is a cluster, resumes the build"
+                        "word. Say the same again once there is a cluster: a build goes on where it was"
                     )
                 is_silent = True
 

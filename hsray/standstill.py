@@ -19,15 +19,15 @@ LOOK_S = 5.0
 
 
 class StandstillWatch(AbstractContextManager):
-    """While it is open, calls `end` once the main thread, and all processes it started, have stood still for `timeout_s`.
+    """While it is open, calls `end` once this process, and all those that it started, have stood still for `timeout_s`.
 
-    Other threads of this process are not counted: Ray's wake up all the time.
+    Of the threads that were there before, the main one alone counts: Ray's wake up all the time. Later ones may load for it.
     """
 
     def __init__(self, timeout_s: float, end: Callable[[], object]):
         self._timeout_s, self._end = timeout_s, end
         self._is_over = threading.Event()
-        self._main_thread = threading.main_thread().native_id
+        self._not_counted = {thread.id for thread in psutil.Process().threads()} - {threading.main_thread().native_id}
         self._thread = threading.Thread(target=self._watch, name="hsray-standstill", daemon=True)
 
     def __enter__(self) -> "StandstillWatch":
@@ -38,10 +38,11 @@ class StandstillWatch(AbstractContextManager):
         self._is_over.set()
 
     def _watch(self) -> None:
+        self._not_counted.add(threading.get_native_id())  # looking costs more than is looked for
         since, before_s = time.monotonic(), self._computed_s()
         while not self._is_over.wait(min(LOOK_S, self._timeout_s / 4)):
             now, now_s = time.monotonic(), self._computed_s()
-            if abs(now_s - before_s) > STILL * self._timeout_s:  # less, where a process has ended
+            if abs(now_s - before_s) > STILL * self._timeout_s:  # less, where a process or a thread has ended
                 since, before_s = now, now_s
             elif now - since > self._timeout_s:
                 self._end()
@@ -50,7 +51,7 @@ class StandstillWatch(AbstractContextManager):
     def _computed_s(self) -> float:
         """Seconds of a core that have been used."""
         process = psutil.Process()
-        used_s = sum(t.user_time + t.system_time for t in process.threads() if t.id == self._main_thread)
+        used_s = sum(t.user_time + t.system_time for t in process.threads() if t.id not in self._not_counted)
         for child in process.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 times = child.cpu_times()

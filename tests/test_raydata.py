@@ -147,7 +147,7 @@ def test_a_driver_whose_ray_a_signal_to_its_group_ended_ends_at_once_and_says_so
         _, said = driver.communicate(timeout=50)  # Ray's own patience is 60 s
     assert time.monotonic() - began < 30
     assert driver.returncode == 130
-    assert said.splitlines()[-1] == "interrupted, and Ray has ended: saying the same again resumes the build"
+    assert said.splitlines()[-1] == "interrupted, and Ray has ended; say the same again: a build goes on where it was"
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def test_a_driver_whose_own_ray_ends_by_itself_ends_at_once_and_says_so():
         kill_ray_of(driver)
         _, said = driver.communicate(timeout=50)
     assert driver.returncode == 1
-    assert said.splitlines()[-1] == "error: Ray has ended: saying the same again resumes the build"
+    assert said.splitlines()[-1] == "error: Ray has ended; say the same again: a build goes on where it was"
 
 
 CLUSTER = """

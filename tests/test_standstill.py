@@ -21,6 +21,7 @@ def compute(seconds):
 def child(code):
     return subprocess.Popen([sys.executable, "-c", code])
 
+{before}
 with StandstillWatch(2.0, end):
     {work}
 """
@@ -28,19 +29,23 @@ with StandstillWatch(2.0, end):
 BUSY = "while True: pass"
 
 
+IN_A_THREAD = "threading.Thread(target=compute, args=({seconds},), daemon=True).start()"
+
+
 @pytest.mark.parametrize(
-    ("work", "status"),
+    ("before", "work", "status"),
     [
-        ("time.sleep(30)", 7),
-        ("child('import time; time.sleep(30)').wait()", 7),
-        # Another thread's work is Ray's.
-        ("threading.Thread(target=compute, args=(30,), daemon=True).start(); time.sleep(30)", 7),
-        ("compute(5)", 0),
-        (f"busy = child({BUSY!r}); time.sleep(5); busy.kill()", 0),
-        ("time.sleep(1)", 0),
+        ("", "time.sleep(30)", 7),
+        ("", "child('import time; time.sleep(30)').wait()", 7),
+        (IN_A_THREAD.format(seconds=30), "time.sleep(30)", 7),  # as Ray's do
+        ("", "compute(5)", 0),
+        ("", IN_A_THREAD.format(seconds=5) + "; time.sleep(5)", 0),  # as a download's do
+        ("", f"busy = child({BUSY!r}); time.sleep(5); busy.kill()", 0),
+        ("", "time.sleep(1)", 0),
     ],
 )
-def test_what_stands_still_is_ended_and_what_computes_is_not(work, status):
+def test_what_stands_still_is_ended_and_what_computes_is_not(before, work, status):
     root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", SCRIPT.format(work=work)], cwd=root, timeout=60)
+    script = SCRIPT.format(before=before, work=work)
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, timeout=60)
     assert done.returncode == status
