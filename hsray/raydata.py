@@ -242,9 +242,11 @@ def _start_ray() -> None:
     try:
         ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     except ConnectionError as error:
+        if "AuthenticationError" not in str(error.__cause__):
+            raise
         raise ConnectionError(
-            f"{error}. A cluster that asks for a token (its log and the lines above say so) must be given it here too: "
-            "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or ~/.ray/auth_token"
+            f"{error}: it asks for a token; give this process the same, with RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+            "~/.ray/auth_token"
         ) from error
     except SystemExit as error:  # raised by Ray's own handler of SIGTERM
         raise KeyboardInterrupt from error

@@ -187,6 +187,23 @@ time.sleep(600)
 """
 
 
+def test_a_cluster_that_asks_for_a_token_is_said_to():
+    script = "from hsray.raydata import ray_data\nwith ray_data(): pass"
+    with running(CLUSTER, "local") as cluster:
+        environment = {
+            **os.environ,
+            "RAY_ADDRESS": cluster.first_line,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "6" * 64,
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100
+        )
+    assert done.stderr.splitlines()[-1].startswith(
+        f"ConnectionError: Failed to connect to Ray cluster at {cluster.first_line}: it asks for a token; give this process the same"
+    )
+
+
 def test_a_driver_whose_cluster_ends_says_so_before_ray_ends_it():
     with running(CLUSTER, "local") as cluster, running(DRIVER, cluster.first_line) as driver:
         assert driver.first_line == "block"
