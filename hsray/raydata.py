@@ -303,7 +303,7 @@ def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
     """
     import ray
     from ray.data.block import BlockAccessor
-    from ray.exceptions import RayActorError, RayTaskError, WorkerCrashedError
+    from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
     try:
         for bundle in dataset.iter_internal_ref_bundles():
@@ -318,6 +318,11 @@ def blocks_of(dataset: "ray.data.Dataset") -> Iterator[pa.Table]:
         raise ProcessDied(
             f"an engine's process died again and again, or its node has gone; out of memory is the usual cause (the "
             f"kernel's log says so). Saying the same again resumes the build. Ray says: {error}"
+        ) from error
+    except OutOfMemoryError as error:
+        raise ProcessDied(
+            "Ray ended the build's processes again and again, since their node ran low on memory, be it theirs or another's; saying "
+            f"the same again resumes the build. Ray says: {str(error).splitlines()[0]}"
         ) from error
     except WorkerCrashedError as error:
         raise ProcessDied(

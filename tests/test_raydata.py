@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 import ray.data
+from ray.exceptions import OutOfMemoryError
 
 from hsray.raydata import ProcessDied, blocks_of, ray_data
 from hsray.tasks import map_batches
@@ -238,6 +239,19 @@ def test_a_task_that_ends_its_process_each_time_is_tried_so_often_and_no_more(ra
     with ray_data(), pytest.raises(ProcessDied, match="died 11 times over one task; out of memory is the usual cause"):
         list(blocks_of(map_batches(ray.data.range(1), die)))
     assert (tmp_path / "deaths").read_text() == "x" * 11
+
+
+def test_a_node_short_of_memory_is_said_in_a_line_and_counts_as_a_death():
+    class Dataset:
+        def iter_internal_ref_bundles(self) -> Iterator[object]:
+            raise OutOfMemoryError(
+                "4 worker(s) were killed due to the node running low on memory.\nObject store memory usage: [-"
+            )
+
+    with pytest.raises(
+        ProcessDied, match=r"ran low on memory, .*resumes the build. Ray says: 4 worker\(s\) were killed.*memory\.$"
+    ):
+        list(blocks_of(Dataset()))
 
 
 def test_a_workers_error_is_its_own_words_without_rays_advice(ray_session):
