@@ -158,9 +158,13 @@ class Lease:
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
-        with suppress(FileNotFoundError):
+        try:
             if self._may_be_mine and self._is_mine():
                 self._store.remove(LEASE_NAME)
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # it must not take the place of what ended the build, nor of its success
+            logger.warning("%r: its lease could not be given back: %s", self._store.url, error)
 
     def _is_mine(self) -> bool:
         holder = Holder.parse(self._store.read(LEASE_NAME))

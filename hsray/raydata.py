@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -29,8 +30,11 @@ ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:/\[\]\s]+):\d{1,5}")
 #: How long a cluster may take to accept a connection.
 CONNECT_S = 10.0
 
-#: How often it is looked whether Ray is still there, once a signal has asked the driver to end.
+#: How often it is looked whether Ray is still there.
 LOOK_S = 1.0
+
+#: A driver waits for a Ray that has gone for a minute, and is then ended by it.
+PATIENCE_S = 70.0
 
 #: One thread starts Ray; others wait for it.
 _starting = threading.Lock()
@@ -158,9 +162,10 @@ def _interruptible() -> Iterator[None]:
         _check_interrupted()
     finally:
         for number, handler in before.items():
-            # One that was not set from Python cannot be set again from there.
-            if handler is not None and signal.getsignal(number) is _interrupt:
+            # One that was not set from Python cannot be set again from there; Ray's takes the default's place for good.
+            if callable(handler) or (handler is not None and signal.getsignal(number) is _interrupt):
                 signal.signal(number, handler)
+        _interrupted.clear()
 
 
 @contextmanager
@@ -174,35 +179,44 @@ def _not_waiting_for_the_dead() -> Iterator[None]:
     import ray
 
     address, is_over = ray.get_runtime_context().gcs_address, threading.Event()
+    left_at: list[float] = []  # when an interrupt ended the block
 
     def watch() -> None:
-        is_silent = False
-        while not is_over.wait(LOOK_S):
+        num_silent = 0
+        while not is_over.wait(LOOK_S) and not (left_at and time.monotonic() - left_at[0] > PATIENCE_S):
             if not ray.is_initialized() or ray.get_runtime_context().gcs_address != address:
                 return  # it was taken leave of
-            try:
-                _connect(address)
-                is_silent = False
-            except OSError:
-                if _interrupted.is_set() or address == _started_here:
-                    words, status = (
-                        ("interrupted, and", 128 + signal.SIGINT) if _interrupted.is_set() else ("error:", 1)
-                    )
-                    _say(f"{words} Ray has ended; say the same again: a build goes on where it was")
-                    os._exit(status)
-                if not is_silent:
-                    _say(
-                        f"Ray at {address} does not answer; if it stays away, Ray ends this process in about a minute, without a "
-                        "word. Say the same again once there is a cluster: a build goes on where it was"
-                    )
-                is_silent = True
+            num_silent = num_silent + 1 if _is_refused(address) else 0
+            is_interrupted = bool(left_at) or _interrupted.is_set()
+            if num_silent > 1 and (is_interrupted or address == _started_here):
+                words, status = ("interrupted, and", 128 + signal.SIGINT) if is_interrupted else ("error:", 1)
+                _say(f"{words} Ray has ended; say the same again: a build goes on where it was")
+                os._exit(status)
+            if num_silent == 2:
+                _say(
+                    f"Ray at {address} does not answer; if it stays away, Ray ends this process in about a minute, without a "
+                    "word. Say the same again once there is a cluster: a build goes on where it was"
+                )
 
     threading.Thread(target=watch, name="hsray-dead-ray", daemon=True).start()
     try:
         yield
     finally:
-        if not (_interrupted.is_set() and address == _started_here):
+        if _interrupted.is_set() and address == _started_here:
+            left_at.append(time.monotonic())
+        else:
             is_over.set()
+
+
+def _is_refused(address: str) -> bool:
+    """Whether it is sure that nobody listens there; what is wrong on this side, such as too many open files, says nothing."""
+    try:
+        _connect(address)
+    except (ConnectionRefusedError, ConnectionResetError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _say(words: str) -> None:
@@ -269,7 +283,8 @@ def _check_reachable() -> bool:
     from ray._private.services import get_ray_address_from_environment
 
     named = os.environ.get("RAY_ADDRESS", "")
-    if named not in ("", "auto", "local") and not ADDRESS.fullmatch(named):
+    is_address = ADDRESS.fullmatch(named) and int(named.rpartition(":")[2]) < 1 << 16
+    if named not in ("", "auto", "local") and not is_address:
         raise ValueError(
             f"RAY_ADDRESS={named!r} is no address of a Ray cluster: wanted host:port (6379 by default), 'auto', or 'local' for a "
             "Ray of this build's own. To run on a cluster from outside (ray://, http://), hand the build over: ray job submit"

@@ -96,6 +96,13 @@ def test_a_folder_in_the_leases_place_is_said_with_the_way_out(tmp_path):
         pass
 
 
+def test_a_lease_that_cannot_be_given_back_hides_neither_an_error_nor_a_success(tmp_path, caplog):
+    with held(Store(tmp_path), job="a", **FAST):
+        (tmp_path / LEASE_NAME).unlink()
+        (tmp_path / LEASE_NAME).mkdir()
+    assert "its lease could not be given back" in caplog.text
+
+
 @pytest.mark.parametrize("content", [b"", b"half a", b"[1]", b'{"owner": 3}'])
 def test_a_damaged_lease_is_anybodys_and_goes_stale(tmp_path, content):
     (tmp_path / LEASE_NAME).write_bytes(content)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import ray.data
 from ray.exceptions import OutOfMemoryError
 
-from hsray.raydata import ProcessDied, blocks_of, ray_data
+from hsray.raydata import ProcessDied, _is_refused, blocks_of, ray_data
 from hsray.tasks import map_batches
 
 
@@ -105,7 +106,8 @@ def test_an_interrupt_lost_after_the_last_block_is_raised_at_the_end(ray_session
 
 
 @pytest.mark.parametrize(
-    "named", ["localhost", ":6379", "10.0.0.1:", "ray://10.0.0.1:10001", "http://10.0.0.1:8265", "[::1]"]
+    "named",
+    ["localhost", ":6379", "10.0.0.1:", "ray://10.0.0.1:10001", "http://10.0.0.1:8265", "[::1]", "10.0.0.1:99999"],
 )
 def test_what_is_no_address_of_a_cluster_is_said_by_its_name(named):
     environment = {**os.environ, "RAY_ADDRESS": named}
@@ -228,6 +230,26 @@ def test_a_cluster_that_is_not_there_is_said_at_once(tmp_path, named_by):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     said = done.stderr.splitlines()[-1]
     assert said.startswith(f"ConnectionError: no Ray cluster answers at {address} (Connection refused); {named_by}.")
+
+
+def test_what_is_wrong_on_this_side_is_no_sign_that_ray_has_ended():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert _is_refused("127.0.0.1:1")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert not _is_refused("127.0.0.1:1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_handler_of_the_applications_own_is_there_again_after_the_build_that_starts_ray():
+    script = (
+        "import signal\nfrom hsray.raydata import ray_data\ndef own(*_): pass\nsignal.signal(signal.SIGTERM, own)\n"
+        "with ray_data(): assert signal.getsignal(signal.SIGTERM) is not own\n"
+        "assert signal.getsignal(signal.SIGTERM) is own"
+    )
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)
 
 
 def test_a_task_that_ends_its_process_each_time_is_tried_so_often_and_no_more(ray_session, tmp_path):
