@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import functools
 import gc
+import logging
 import os
 import threading
 import time
@@ -388,9 +389,24 @@ def _start(plan: CapturePlan, options: EngineOptions) -> Any:
     # SGLang takes the thread's event loop: each engine gets one of its own, which its thread then runs.
     asyncio.set_event_loop(asyncio.new_event_loop())
     try:
-        return CapturingEngine(**engine_arguments(options))
+        with _logging_kept():
+            return CapturingEngine(**engine_arguments(options))
     finally:
         asyncio.set_event_loop(None)
+
+
+@contextmanager
+def _logging_kept() -> Iterator[None]:
+    """Leaves the process's logging to the application, where SGLang puts its own handler and level in place of the root's."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    root.handlers = []  # SGLang would close them
+    try:
+        yield
+    finally:
+        root.handlers, sglang_level = handlers, root.level
+        root.setLevel(level)
+        logging.getLogger("sglang").setLevel(sglang_level)
 
 
 def _cores_of_ranks(num_ranks: int) -> str:

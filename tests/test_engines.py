@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import queue
 import random
 from collections.abc import Iterator
@@ -130,6 +131,11 @@ class TestContract:
                 buffer.release()
 
         assert calls(MAX_TOKENS) == calls(1)
+
+
+def test_an_engine_in_an_application_leaves_its_logging_as_it_was(tiny_sglang, caplog):
+    logging.getLogger("application").warning("still heard")
+    assert "still heard" in caplog.text
 
 
 def test_each_of_200_prompts_of_a_build_gets_the_states_it_has_alone(ray_session, tiny_llama, tiny_sglang, tmp_path):

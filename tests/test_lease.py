@@ -97,7 +97,7 @@ def test_a_folder_in_the_leases_place_is_said_with_the_way_out(tmp_path):
 
 
 def test_a_lease_that_cannot_be_given_back_hides_neither_an_error_nor_a_success(tmp_path, caplog):
-    with held(Store(tmp_path), job="a", **FAST):
+    with held(Store(tmp_path), job="a"):
         (tmp_path / LEASE_NAME).unlink()
         (tmp_path / LEASE_NAME).mkdir()
     assert "its lease could not be given back" in caplog.text
