@@ -33,6 +33,9 @@ CONNECT_S = 10.0
 #: How often it is looked whether Ray is still there.
 LOOK_S = 1.0
 
+#: How long the main thread, which alone hears signals, may be busy elsewhere when one has come.
+HEARD_S = 10.0
+
 #: A driver waits for a Ray that has gone for a minute, and is then ended by it.
 PATIENCE_S = 70.0
 
@@ -160,6 +163,10 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
         _check_interrupted()
+    except Exception as error:  # what follows from an interrupt that was lost: Ray may have ended with it
+        if _interrupted.is_set():
+            raise KeyboardInterrupt from error
+        raise
     finally:
         for number, handler in before.items():
             # One that was not set from Python cannot be set again from there; Ray's takes the default's place for good.
@@ -174,7 +181,8 @@ def _not_waiting_for_the_dead() -> Iterator[None]:
 
     A signal to a process group, as ``timeout`` and service managers send it, ends a Ray that was started here at once. The
     driver's next call would wait a minute for it, be it the one that takes leave of it, and Ray's core would then end the
-    process without a word. A cluster's Ray may come back within that minute, so of that it is said, and no more.
+    process without a word; at once where it happens to read from the object store, which cannot be helped. A cluster's Ray
+    may come back within that minute, so of that it is said, and no more.
     """
     import ray
 
@@ -187,7 +195,11 @@ def _not_waiting_for_the_dead() -> Iterator[None]:
             if not ray.is_initialized() or ray.get_runtime_context().gcs_address != address:
                 return  # it was taken leave of
             num_silent = num_silent + 1 if _is_refused(address) else 0
-            is_interrupted = bool(left_at) or _interrupted.is_set()
+            # What ended a Ray of our own may have been a signal, of which nothing has been heard yet.
+            hears = num_silent > 1 and address == _started_here
+            is_interrupted = bool(left_at) or _interrupted.wait(HEARD_S if hears else 0)
+            if is_over.is_set():
+                return
             if num_silent > 1 and (is_interrupted or address == _started_here):
                 words, status = ("interrupted, and", 128 + signal.SIGINT) if is_interrupted else ("error:", 1)
                 _say(f"{words} Ray has ended; say the same again: a build goes on where it was")

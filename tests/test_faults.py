@@ -293,17 +293,13 @@ print(report.shards, report.dropped)
 """
 
 
+@pytest.mark.alone  # the machine's memory is what Ray looks at
 def test_an_engine_that_leaks_memory_is_ended_and_its_shards_are_made_by_others(poisoned, tmp_path):
-    """Twelve prompts leak 6 GiB, where Ray, which ends what takes too much, allows 3; of what others take in that time too."""
+    """Twelve prompts leak 6 GiB, where Ray, which ends what takes too much, allows 3."""
     rows = prompts_with(**{f"p{number}": LEAKS for number in range(12)})
     asked = asked_of(poisoned, tmp_path / "out", max_attempts=3, on_failure="stop")
     command = [sys.executable, "-c", LIMITED, json.dumps({"dataset": rows, **asked}, default=str)]
-    for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        if (
-            "since their node ran low on memory" not in done.stderr
-        ):  # others' memory, which no build can help: it is resumed
-            break
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert (done.returncode, "6 0" in done.stdout.splitlines()) == (0, True), done.stderr
     events = [json.loads(line) for line in (tmp_path / "out" / EVENTS_NAME).read_text().splitlines()]
     assert any(event["event"] in ("retry", "lost") for event in events)

@@ -21,7 +21,7 @@ from hsray.manifest import LEASE_NAME
 from tests.builds import unique_prompts, write_jsonl
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.jobs
+pytestmark = pytest.mark.alone
 
 RAY = Path(sys.executable).with_name("ray")
 

@@ -134,23 +134,60 @@ with ray_data():
 """
 
 
-def test_a_driver_whose_ray_a_signal_to_its_group_ended_ends_at_once_and_says_so():
+#: Its main thread hears of no signal for five seconds, as one does that is in Ray's core, or that waits for a busy machine's turn.
+DEAF_DRIVER = """
+import hashlib, time
+from hsray.raydata import ray_data
+
+with ray_data():
+    began = time.monotonic()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 200_000)
+    rounds_a_second = 200_000 / (time.monotonic() - began)
+    print("block", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", int(5 * rounds_a_second))
+    time.sleep(60)
+"""
+
+#: An interrupt is lost in its callback; Ray's own error is then the first that it hears of.
+LOSING_DRIVER = """
+import time
+from hsray.raydata import ray_data
+
+class Loses:
+    def __del__(self):
+        print("block", flush=True)
+        time.sleep(60)
+
+with ray_data():
+    Loses()
+    raise RuntimeError("Ray has gone")
+"""
+
+
+def end_with_its_group(script: str) -> tuple[int, str]:
+    """Of a driver that a signal to its group ends, with the Ray that it started: its status, and what it said."""
     environment = {**os.environ, "RAY_ADDRESS": "local"}
-    with subprocess.Popen(
-        [sys.executable, "-c", DRIVER],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as driver:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as driver:
         assert driver.stdout.readline() == "block\n"
         os.killpg(driver.pid, signal.SIGTERM)
         began = time.monotonic()
         _, said = driver.communicate(timeout=50)  # Ray's own patience is 60 s
     assert time.monotonic() - began < 30
-    assert driver.returncode == 130
-    assert said.splitlines()[-1] == "interrupted, and Ray has ended; say the same again: a build goes on where it was"
+    return driver.returncode, said
+
+
+@pytest.mark.parametrize("script", [DRIVER, DEAF_DRIVER, LOSING_DRIVER], ids=["at work", "deaf", "losing"])
+def test_a_driver_whose_ray_a_signal_to_its_group_ended_ends_at_once_and_says_so(script):
+    for _ in range(3):
+        status, said = end_with_its_group(script)
+        if (status, "Ray has ended" in said) != (1, False):  # Ray's core, which found no object store, was faster
+            break
+    assert (status, said.splitlines()[-1]) == (
+        130,
+        "interrupted, and Ray has ended; say the same again: a build goes on where it was",
+    ), said
 
 
 @contextmanager
