@@ -195,12 +195,14 @@ def _not_waiting_for_the_dead() -> Iterator[None]:
             if not ray.is_initialized() or ray.get_runtime_context().gcs_address != address:
                 return  # it was taken leave of
             num_silent = num_silent + 1 if _is_refused(address) else 0
+            if num_silent < 2:
+                continue
+            is_own = address == _started_here
             # What ended a Ray of our own may have been a signal, of which nothing has been heard yet.
-            hears = num_silent > 1 and address == _started_here
-            is_interrupted = bool(left_at) or _interrupted.wait(HEARD_S if hears else 0)
+            is_interrupted = bool(left_at) or _interrupted.wait(HEARD_S if is_own else 0)
             if is_over.is_set():
                 return
-            if num_silent > 1 and (is_interrupted or address == _started_here):
+            if is_interrupted or is_own:
                 words, status = ("interrupted, and", 128 + signal.SIGINT) if is_interrupted else ("error:", 1)
                 _say(f"{words} Ray has ended; say the same again: a build goes on where it was")
                 os._exit(status)
