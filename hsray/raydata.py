@@ -1,5 +1,6 @@
 """Ray Data as hsray uses it: connected or started, quiet and patient, rows in order, and a worker's errors as themselves."""
 
+import functools
 import json
 import logging
 import os
@@ -9,7 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -268,7 +270,9 @@ def _start_ray() -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     joins = _check_reachable()
     try:
-        ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+        _for_good(
+            functools.partial(ray.init, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+        )
     except ConnectionError as error:
         if "AuthenticationError" not in str(error.__cause__):
             raise
@@ -285,6 +289,30 @@ def _start_ray() -> None:
             f"Ray did not start in its time: the machine is busy, or short of memory; say the same again. Ray says: {error}"
         ) from error
     _started_here = None if joins else ray.get_runtime_context().gcs_address
+
+
+def _for_good(start: Callable[[], object]) -> None:
+    """Calls what starts processes in a thread that lives as long as this process does.
+
+    Ray has Linux kill its processes with their parent, and by that Linux means the thread that started them (prctl(2),
+    PR_SET_PDEATHSIG): a Ray that an application's own thread had started would be killed when that thread ended.
+    """
+    if threading.current_thread() is threading.main_thread():
+        start()
+        return
+    outcome: Future[None] = Future()
+
+    def stay() -> None:
+        try:
+            start()
+        except BaseException as error:
+            outcome.set_exception(error)
+            return
+        outcome.set_result(None)
+        threading.Event().wait()
+
+    threading.Thread(target=stay, name="hsray-parent-of-ray", daemon=True).start()
+    outcome.result()
 
 
 def _check_reachable() -> bool:

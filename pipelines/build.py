@@ -7,6 +7,7 @@ With `--preview N` it shows the first prompts instead, with `--dry-run` what the
 """
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -204,6 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Builds, or shows, as the flags say; prints the report, or one error."""
     arguments = vars(make_parser().parse_args(argv))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # The error that ends the build is printed below; of one that another engine ran into meanwhile Ray would print a page.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         return _run(arguments)
     except KeyboardInterrupt:

@@ -324,3 +324,27 @@ def test_threads_that_need_ray_at_one_time_start_one():
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     done = subprocess.run([sys.executable, "-c", started], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout.count("started") == 2, done.stderr
+
+
+def test_a_ray_that_a_thread_started_outlives_it():
+    script = (
+        "import threading, time\nimport ray.data\nfrom hsray.raydata import blocks_of, ray_data\n"
+        "def count():\n    with ray_data(): print(len(list(blocks_of(ray.data.range(1)))))\n"
+        "thread = threading.Thread(target=count)\nthread.start()\nthread.join()\n"
+        "time.sleep(5)\ncount()"  # long enough for the watcher to see a Ray that has ended
+    )
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "1\n1\n"), done.stderr
+
+
+def test_what_is_wrong_with_a_start_in_a_thread_is_raised_there():
+    script = (
+        "from concurrent.futures import ThreadPoolExecutor\nimport ray\nfrom hsray.raydata import ray_data\n"
+        "def refuse(**_): raise ConnectionError('no such Ray')\nray.init = refuse\n"
+        "def start():\n    with ray_data(): pass\n"
+        "print(repr(ThreadPoolExecutor(1).submit(start).exception()))"
+    )
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "ConnectionError('no such Ray')\n", done.stderr
